@@ -1,0 +1,47 @@
+"""The device arrays of the cache, as one pytree that steps take by donation and give back."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from glm_dcp_jax.cache.placement import Layout
+from glm_dcp_jax.cache.records import RecordFormat
+from glm_dcp_jax.config import ModelConfig
+
+
+class Pools(NamedTuple):
+    """ckv: [layers, W * pages * block_size, width], slots sharded on "dcp" (each rank: its own pages, null page first).
+
+    index_keys: [full layers, pages * block_size * W, D], replicated: a page holds its keys in position order.
+    """
+
+    ckv: Float[Array, "layers slots width"]
+    index_keys: Float[Array, "full slots D"]
+
+
+POOL_SPECS = Pools(ckv=P(None, "dcp", None), index_keys=P())
+"""How the pools lie on the mesh."""
+
+
+def pool_shapes(model: ModelConfig, layout: Layout, record: RecordFormat, num_pages: int) -> Pools:
+    """Global shapes and dtypes (jax.ShapeDtypeStruct) of pools with `num_pages` pages, the null page included."""
+    slots = num_pages * layout.virtual_block
+    return Pools(
+        ckv=jax.ShapeDtypeStruct((model.num_hidden_layers, slots, record.width), record.dtype),
+        index_keys=jax.ShapeDtypeStruct(
+            (model.num_full_layers, slots, model.index_head_dim), record.index_dtype
+        ),
+    )
+
+
+def make_pools(mesh: Mesh, shapes: Pools) -> Pools:
+    """Zeroed pools, created already sharded."""
+    shardings = Pools(*(NamedSharding(mesh, spec) for spec in POOL_SPECS))
+    build = jax.jit(
+        lambda: Pools(*(jnp.zeros(leaf.shape, leaf.dtype) for leaf in shapes)), out_shardings=shardings
+    )
+    return build()

@@ -1,0 +1,21 @@
+"""Configuration: what the model is (config.json) and how the engine runs it (flags). Imports nothing of ours."""
+
+from glm_dcp_jax.config.engine import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from glm_dcp_jax.config.errors import ConfigError
+from glm_dcp_jax.config.flags import FLAGS, REFUSED, Flag, engine_config
+from glm_dcp_jax.config.model import ModelConfig
+from glm_dcp_jax.config.schedule import Run
+
+__all__ = [
+    "FLAGS",
+    "REFUSED",
+    "CacheConfig",
+    "ConfigError",
+    "EngineConfig",
+    "Flag",
+    "ModelConfig",
+    "ParallelConfig",
+    "Run",
+    "SchedulerConfig",
+    "engine_config",
+]

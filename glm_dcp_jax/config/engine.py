@@ -1,0 +1,117 @@
+"""Settings of the engine, one frozen dataclass per concern, validated when built."""
+
+from dataclasses import dataclass
+
+from glm_dcp_jax.config.errors import ConfigError
+
+COMM_BACKENDS = ("ag_rs", "a2a")
+PREFILL_PATHS = ("auto", "context", "queries")
+DECODE_PATHS = ("queries",)
+RECORD_FORMATS = ("auto", "float32", "bfloat16")
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+def at_least(name: str, value: int, least: int) -> None:
+    """Raise ConfigError unless value is an integer of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name} must be an integer of at least {least}, but is {value!r}")
+
+
+def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Raise ConfigError unless value is one of the allowed words."""
+    if value not in allowed:
+        raise ConfigError(f"{name} {value!r} is unknown; use one of {', '.join(allowed)}")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the mesh is cut: tensor_parallel_size devices, of which every dcp consecutive ones share one cache."""
+
+    tensor_parallel_size: int = 1
+    decode_context_parallel_size: int = 1
+    dcp_comm_backend: str = "ag_rs"
+    dcp_prefill_path: str = "auto"
+
+    def __post_init__(self) -> None:
+        tp, dcp = self.tensor_parallel_size, self.decode_context_parallel_size
+        at_least("tensor_parallel_size", tp, 1)
+        at_least("decode_context_parallel_size", dcp, 1)
+        if tp % dcp:
+            allowed = ", ".join(str(n) for n in range(1, tp + 1) if tp % n == 0)
+            raise ConfigError(
+                f"decode_context_parallel_size {dcp} does not divide tensor_parallel_size {tp}; use one of {allowed}"
+            )
+        one_of("dcp_comm_backend", self.dcp_comm_backend, COMM_BACKENDS)
+        one_of("dcp_prefill_path", self.dcp_prefill_path, PREFILL_PATHS)
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the sharded cache: tensor_parallel_size / decode_context_parallel_size."""
+        return self.tensor_parallel_size // self.decode_context_parallel_size
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The paged cache: geometry, record format, and how much memory it may take (first given wins, top to bottom)."""
+
+    block_size: int = 64
+    cp_kv_cache_interleave_size: int = 1
+    kv_cache_dtype: str = "auto"
+    num_gpu_blocks_override: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.92
+
+    def __post_init__(self) -> None:
+        block, interleave = self.block_size, self.cp_kv_cache_interleave_size
+        at_least("block_size", block, 1)
+        at_least("cp_kv_cache_interleave_size", interleave, 1)
+        if block % interleave:
+            allowed = ", ".join(str(n) for n in range(1, block + 1) if block % n == 0)
+            raise ConfigError(
+                f"cp_kv_cache_interleave_size {interleave} does not divide block_size {block}; use one of {allowed}"
+            )
+        one_of("kv_cache_dtype", self.kv_cache_dtype, RECORD_FORMATS)
+        if self.num_gpu_blocks_override is not None:
+            at_least("num_gpu_blocks_override", self.num_gpu_blocks_override, 1)
+        if self.kv_cache_memory_bytes is not None:
+            at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(
+                f"gpu_memory_utilization {self.gpu_memory_utilization} must be above 0 and at most 1"
+            )
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits of one step. max_model_len None: as long as the model and the cache allow."""
+
+    max_model_len: int | None = None
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 2048
+
+    def __post_init__(self) -> None:
+        at_least("max_num_seqs", self.max_num_seqs, 1)
+        at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        if self.max_model_len is not None:
+            at_least("max_model_len", self.max_model_len, 1)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything an engine is built from, besides the model's own config.json."""
+
+    model: str
+    parallel: ParallelConfig = ParallelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
+    dtype: str = "auto"
+    seed: int = 0
+    latent_norm_eps: float = 1e-6
+    hf_overrides: tuple[tuple[str, object], ...] = ()
+
+    def __post_init__(self) -> None:
+        one_of("dtype", self.dtype, DTYPES)
+        if self.latent_norm_eps <= 0:
+            raise ConfigError(f"latent_norm_eps {self.latent_norm_eps} must be above 0")

@@ -1,0 +1,150 @@
+"""The engine's flags, once: the server's command line, `LLM`'s keyword arguments and docs/flags.md all come from here."""
+
+import dataclasses
+import difflib
+import json
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from glm_dcp_jax.config.engine import (
+    COMM_BACKENDS,
+    DTYPES,
+    PREFILL_PATHS,
+    RECORD_FORMATS,
+    CacheConfig,
+    EngineConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from glm_dcp_jax.config.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One setting. `name` is the keyword; the command line spells it with dashes. `short` is vLLM's short form."""
+
+    name: str
+    help: str
+    choices: tuple[str, ...] = ()
+    short: str | None = None
+
+    @property
+    def option(self) -> str:
+        """The spelling on the command line."""
+        return "--" + self.name.replace("_", "-")
+
+
+FLAGS = (
+    Flag("tokenizer", "directory or tokenizer.json to use instead of the model's own"),
+    Flag("skip_tokenizer_init", "load no tokenizer: prompts are token ids only"),
+    Flag("dtype", "weights and arithmetic; auto: the checkpoint's on GPUs, float32 on CPU", DTYPES),
+    Flag("seed", "seed of requests that bring none"),
+    Flag("max_model_len", "longest prompt plus output, in tokens; unset: what the model and the cache allow"),
+    Flag("tensor_parallel_size", "devices the model is split over", short="-tp"),
+    Flag("decode_context_parallel_size", "devices one copy of the KV cache is split over", short="-dcp"),
+    Flag("dcp_comm_backend", "how partial attention outputs are merged", COMM_BACKENDS),
+    Flag("dcp_prefill_path", "prefill: gather the context, or the queries; auto: context", PREFILL_PATHS),
+    Flag("block_size", "tokens of a page on each rank of the DCP group"),
+    Flag("cp_kv_cache_interleave_size", "consecutive tokens kept on one rank"),
+    Flag("kv_cache_dtype", "format of cached records; auto: as dtype", RECORD_FORMATS),
+    Flag("num_gpu_blocks_override", "number of pages, whatever memory would allow"),
+    Flag("kv_cache_memory_bytes", "bytes per device for the cache (default on CPU: 256 MiB)"),
+    Flag("gpu_memory_utilization", "share of a GPU's memory to use in all (GPU only)"),
+    Flag("max_num_seqs", "requests decoded together"),
+    Flag("max_num_batched_tokens", "prompt tokens of one prefill step"),
+    Flag("latent_norm_eps", "eps of the norms of the query and KV latents (vLLM uses rms_norm_eps)"),
+    Flag("hf_overrides", "JSON object laid over config.json"),
+)
+
+REFUSED = {
+    "api_server_count": "one server process drives the mesh",
+    "async_scheduling": "steps are scheduled one by one",
+    "data_parallel_size": "start one server per replica behind a load balancer",
+    "enable_chunked_prefill": "prefill is always chunked; set --max-num-batched-tokens",
+    "enable_expert_parallel": "experts are split by width over the mesh",
+    "enable_lora": "LoRA adapters are not supported",
+    "enable_prefix_caching": "prefix caching is not available yet",
+    "kv_transfer_config": "prefill/decode disaggregation is not available yet",
+    "load_format": "checkpoints are safetensors",
+    "lora_modules": "LoRA adapters are not supported",
+    "pipeline_parallel_size": "the model is split by tensor parallelism only; use --tensor-parallel-size",
+    "prefill_context_parallel_size": "prefill context parallelism is not supported",
+    "quantization": "quantised weights are not available yet",
+    "speculative_config": "speculative decoding is not available yet",
+    "swap_space": "the cache is not offloaded",
+    "trust_remote_code": "no code of a checkpoint is ever run, so there is nothing to trust",
+    "dcp_decode_path": "decode gathers queries; other paths are not available yet",
+}
+"""vLLM flags (and planned ones) that this engine does not have, each with what to do instead."""
+
+_SECTIONS = {"parallel": ParallelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
+
+
+def field_of(name: str) -> dataclasses.Field[Any]:
+    """The dataclass field a flag sets; its type and default are the flag's."""
+    for owner in (EngineConfig, *_SECTIONS.values()):
+        for field in dataclasses.fields(owner):
+            if field.name == name:
+                return field
+    raise KeyError(name)
+
+
+def value_type(name: str) -> type:
+    """int, float, str or bool: what a flag takes (Optional stripped; hf_overrides counts as str)."""
+    kind = field_of(name).type
+    if isinstance(kind, types.UnionType):
+        kind = next(member for member in typing.get_args(kind) if member is not type(None))
+    return kind if kind in (int, float, str, bool) else str  # type: ignore[return-value]
+
+
+def engine_config(model: str, **settings: Any) -> EngineConfig:
+    """Build the engine's configuration from flags with underscores.
+
+    Raises ConfigError for unknown names (with the nearest known one), for vLLM flags we refuse, and for bad values.
+    """
+    known = {flag.name for flag in FLAGS}
+    for name in settings:
+        if name not in known:
+            raise ConfigError(explain_unknown(name, known))
+    values = {name: value for name, value in settings.items() if value is not None}
+    values = {name: _typed(name, value) for name, value in values.items()}
+    sections = {
+        section: kind(**{f.name: values.pop(f.name) for f in dataclasses.fields(kind) if f.name in values})
+        for section, kind in _SECTIONS.items()
+    }
+    return EngineConfig(model=model, **sections, **values)
+
+
+def explain_unknown(name: str, known: set[str]) -> str:
+    """Why a flag cannot be used, and what can."""
+    option = "--" + name.replace("_", "-")
+    if name in REFUSED:
+        return f"{option} is not supported: {REFUSED[name]}"
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean --{near[0].replace('_', '-')}?" if near else ""
+    return f"unknown flag {option}{hint}"
+
+
+def _typed(name: str, value: Any) -> Any:
+    if name == "hf_overrides":
+        return _overrides(value)
+    kind = value_type(name)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ConfigError(f"{name} takes {kind.__name__}, but got {value!r}")
+    return value
+
+
+def _overrides(value: Any) -> tuple[tuple[str, object], ...]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"hf_overrides is not valid JSON: {error}") from None
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"hf_overrides must be a JSON object, but got {value!r}")
+    return tuple(value.items())

@@ -1,0 +1,228 @@
+"""The model's configuration, built once from a Hugging Face config.json and validated here.
+
+Field names are config.json's own, so that a reader finds them in both places. `head_dim` is deliberately not read: in
+GLM-5.2 it equals qk_nope_head_dim and is not the rotary dimension.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from glm_dcp_jax.config.errors import ConfigError
+from glm_dcp_jax.config.schedule import Run, full_layers, runs_of, sparse_layers
+
+MODEL_TYPE = "glm_moe_dsa"
+LATENT_NORM_EPS = 1e-6
+"""eps of q_a_layernorm and kv_a_layernorm. transformers uses 1e-6; vLLM and SGLang use rms_norm_eps."""
+INDEX_NORM_EPS = 1e-6
+
+_SIZES = (
+    "vocab_size hidden_size num_hidden_layers num_attention_heads q_lora_rank kv_lora_rank qk_nope_head_dim "
+    "qk_rope_head_dim v_head_dim index_topk index_n_heads index_head_dim"
+).split()
+_FIXED = {
+    "hidden_act": "silu",
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes and rules of one `glm_moe_dsa` network. All fields as in config.json; `full`/`sparse`/`runs` are derived."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    index_topk: int
+    index_n_heads: int
+    index_head_dim: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    n_shared_experts: int
+    n_group: int
+    topk_group: int
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+    rope_theta: float
+    rope_interleave: bool
+    indexer_rope_interleave: bool
+    rms_norm_eps: float
+    latent_norm_eps: float
+    max_position_embeddings: int
+    num_nextn_predict_layers: int
+    tie_word_embeddings: bool
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    full: tuple[bool, ...]
+    sparse: tuple[bool, ...]
+    runs: tuple[Run, ...]
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of one query head: the part without RoPE, then the roped part."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def record_width(self) -> int:
+        """Elements of one CKV record: the latent, then the roped key."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def num_full_layers(self) -> int:
+        """Layers with an indexer, hence with an index-key cache."""
+        return sum(self.full)
+
+    @staticmethod
+    def from_hf(config: Mapping[str, Any], latent_norm_eps: float = LATENT_NORM_EPS) -> "ModelConfig":
+        """Read an HF config dict. Null counts as absent. Raises ConfigError that names the field."""
+        given = {key: value for key, value in config.items() if value is not None}
+        _refuse_unknown(given)
+        sizes = {name: _positive(given, name) for name in _SIZES}
+        layers = sizes["num_hidden_layers"]
+        full, sparse = full_layers(config, layers), sparse_layers(config, layers)
+        made = ModelConfig(
+            **sizes,
+            **_feed_forward(given, sparse),
+            **_rope(given, sizes["qk_rope_head_dim"]),
+            rms_norm_eps=float(given.get("rms_norm_eps", 1e-5)),
+            latent_norm_eps=latent_norm_eps,
+            max_position_embeddings=int(given.get("max_position_embeddings", 1048576)),
+            num_nextn_predict_layers=int(given.get("num_nextn_predict_layers", 0)),
+            tie_word_embeddings=bool(given.get("tie_word_embeddings", False)),
+            dtype=str(given.get("dtype", given.get("torch_dtype", "bfloat16"))),
+            eos_token_ids=_token_ids(given.get("eos_token_id")),
+            full=full,
+            sparse=sparse,
+            runs=runs_of(full, sparse),
+        )
+        if made.index_head_dim < made.qk_rope_head_dim:
+            raise ConfigError(
+                f"index_head_dim {made.index_head_dim} is smaller than qk_rope_head_dim {made.qk_rope_head_dim}: "
+                "the indexer rotates its first qk_rope_head_dim dimensions"
+            )
+        return made
+
+    @staticmethod
+    def load(
+        directory: Path,
+        overrides: Mapping[str, Any] | None = None,
+        latent_norm_eps: float = LATENT_NORM_EPS,
+    ) -> "ModelConfig":
+        """Read `directory/config.json` (and generation_config.json's eos ids, which win), with `overrides` on top."""
+        config = dict(_read_json(directory / "config.json"))
+        generation = directory / "generation_config.json"
+        if generation.exists():
+            eos = _read_json(generation).get("eos_token_id")
+            config["eos_token_id"] = config.get("eos_token_id") if eos is None else eos
+        return ModelConfig.from_hf({**config, **(overrides or {})}, latent_norm_eps)
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist; a checkpoint directory needs a config.json") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold a JSON object, but holds a {type(content).__name__}")
+    return content
+
+
+def _refuse_unknown(given: Mapping[str, Any]) -> None:
+    kind = given.get("model_type")
+    if kind != MODEL_TYPE:
+        raise ConfigError(
+            f"model_type {kind!r} is not supported; this engine serves {MODEL_TYPE!r} (GLM-5, 5.1, 5.2, 5.3)"
+        )
+    for field, only in _FIXED.items():
+        if given.get(field, only) != only:
+            raise ConfigError(f"{field} {given[field]!r} is not supported; only {only!r} is")
+    if "quantization_config" in given:
+        method = given["quantization_config"].get("quant_method", "unknown")
+        raise ConfigError(
+            f"the checkpoint is quantised ({method}); only bfloat16, float16 and float32 weights can be loaded"
+        )
+    heads, kv_heads = given.get("num_attention_heads"), given.get("num_key_value_heads")
+    if kv_heads not in (None, heads):
+        raise ConfigError(
+            f"num_key_value_heads {kv_heads} differs from num_attention_heads {heads}; MLA needs them equal"
+        )
+
+
+def _positive(given: Mapping[str, Any], name: str) -> int:
+    if name not in given:
+        raise ConfigError(f"config.json lacks {name}")
+    value = given[name]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name} must be a positive integer, but is {value!r}")
+    return value
+
+
+def _feed_forward(given: Mapping[str, Any], sparse: tuple[bool, ...]) -> dict[str, Any]:
+    names = ("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok")
+    fields: dict[str, Any] = {name: _positive(given, name) if any(sparse) else 0 for name in names}
+    fields["intermediate_size"] = 0 if all(sparse) else _positive(given, "intermediate_size")
+    fields |= {
+        "n_shared_experts": int(given.get("n_shared_experts", 1)),
+        "n_group": int(given.get("n_group", 1)),
+        "topk_group": int(given.get("topk_group", 1)),
+        "norm_topk_prob": bool(given.get("norm_topk_prob", True)),
+        "routed_scaling_factor": float(given.get("routed_scaling_factor", 2.5)),
+    }
+    if any(sparse):
+        _check_router(fields)
+    return fields
+
+
+def _check_router(fields: Mapping[str, Any]) -> None:
+    experts, groups, kept = fields["n_routed_experts"], fields["n_group"], fields["topk_group"]
+    chosen = fields["num_experts_per_tok"]
+    if groups < 1 or experts % groups:
+        raise ConfigError(f"n_group {groups} must divide n_routed_experts {experts}")
+    if not 1 <= kept <= groups:
+        raise ConfigError(f"topk_group {kept} must lie between 1 and n_group {groups}")
+    if groups > 1 and experts // groups < 2:
+        raise ConfigError("a router group needs at least 2 experts: its score is the sum of its two best")
+    if chosen > kept * (experts // groups):
+        raise ConfigError(
+            f"num_experts_per_tok {chosen} exceeds the {kept * (experts // groups)} experts of {kept} kept groups"
+        )
+    if fields["n_shared_experts"] < 0:
+        raise ConfigError(f"n_shared_experts {fields['n_shared_experts']} must be >= 0")
+
+
+def _rope(given: Mapping[str, Any], rope_dim: int) -> dict[str, Any]:
+    parameters = given.get("rope_parameters") or given.get("rope_scaling") or {}
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind != "default":
+        raise ConfigError(f"rope_type {kind!r} is not supported; {MODEL_TYPE} uses 'default'")
+    if rope_dim % 2:
+        raise ConfigError(f"qk_rope_head_dim {rope_dim} must be even")
+    theta = parameters.get("rope_theta", given.get("rope_theta"))
+    if theta is None:
+        raise ConfigError("config.json lacks rope_theta (rope_parameters.rope_theta, or rope_theta in older files)")
+    return {
+        "rope_theta": float(theta),
+        "rope_interleave": bool(given.get("rope_interleave", True)),
+        "indexer_rope_interleave": bool(given.get("indexer_rope_interleave", True)),
+    }
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (int(value),) if isinstance(value, int) else tuple(int(token) for token in value)

@@ -1,0 +1,104 @@
+"""Which layers are Full, which share, and how equal share groups line up into runs.
+
+A Full layer runs the indexer; the Shared layers behind it reuse its selection. A *share group* is a Full layer and its
+Shared layers; a *run* is a maximal sequence of consecutive groups of equal length and equal feed-forward kinds, which
+the network can execute as one scan. Rules: transformers' `indexer_types`, `index_topk_pattern`, `index_topk_freq` and
+`index_skip_topk_offset`, in this order of precedence.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from glm_dcp_jax.config.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Run:
+    """`num_groups` equal share groups, one after the other.
+
+    first_layer: index of the run's first layer. first_full: how many Full layers come before it.
+    sparse: for each layer of one group, whether its feed-forward is a mixture of experts.
+    """
+
+    first_layer: int
+    first_full: int
+    num_groups: int
+    sparse: tuple[bool, ...]
+
+    @property
+    def group_size(self) -> int:
+        """Layers in one group: one Full layer and `group_size - 1` Shared ones."""
+        return len(self.sparse)
+
+    def layer(self, group: int, member: int) -> int:
+        """The model's layer index of a group's member (0 is the Full layer)."""
+        return self.first_layer + group * self.group_size + member
+
+
+def full_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+    """True for each layer that runs the indexer, from an HF config dict.
+
+    Raises ConfigError for wrong lengths, unknown words and a Shared layer 0 (nothing precedes it to share from).
+    """
+    types = config.get("indexer_types")
+    pattern = config.get("index_topk_pattern")
+    if types is not None:
+        full = _from_words(types, num_layers, "indexer_types")
+    elif pattern is not None:
+        full = _from_words(pattern, num_layers, "index_topk_pattern")
+    else:
+        full = _from_frequency(config, num_layers)
+    if not full[0]:
+        raise ConfigError("layer 0 is marked shared, but there is no Full layer before it; layer 0 must be full")
+    return full
+
+
+def _from_words(words: Sequence[str] | str, num_layers: int, field: str) -> tuple[bool, ...]:
+    meaning = {"full": True, "f": True, "shared": False, "s": False}
+    if len(words) != num_layers:
+        raise ConfigError(f"{field} has {len(words)} entries, but num_hidden_layers is {num_layers}")
+    unknown = sorted({str(w) for w in words if str(w).lower() not in meaning})
+    if unknown:
+        raise ConfigError(f"{field} holds {unknown}; allowed are full, shared, F and S")
+    return tuple(meaning[str(word).lower()] for word in words)
+
+
+def _from_frequency(config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+    freq, offset = config.get("index_topk_freq"), config.get("index_skip_topk_offset")
+    freq = max(1 if freq is None else int(freq), 1)
+    offset = 2 if offset is None else int(offset)
+    return tuple(max(layer - offset + 1, 0) % freq == 0 for layer in range(num_layers))
+
+
+def sparse_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+    """True for each layer with a mixture of experts: `mlp_layer_types`, else `first_k_dense_replace` and `moe_layer_freq`."""
+    types = config.get("mlp_layer_types")
+    if types is None:
+        dense, freq = config.get("first_k_dense_replace"), config.get("moe_layer_freq")
+        dense, freq = 3 if dense is None else int(dense), 1 if freq is None else int(freq)
+        if dense < 0 or freq < 1:
+            raise ConfigError(
+                f"first_k_dense_replace {dense} must be >= 0 and moe_layer_freq {freq} must be >= 1"
+            )
+        return tuple(layer >= dense and layer % freq == 0 for layer in range(num_layers))
+    if len(types) != num_layers:
+        raise ConfigError(f"mlp_layer_types has {len(types)} entries, but num_hidden_layers is {num_layers}")
+    unknown = sorted({str(t) for t in types} - {"dense", "sparse"})
+    if unknown:
+        raise ConfigError(f"mlp_layer_types holds {unknown}; allowed are dense and sparse")
+    return tuple(kind == "sparse" for kind in types)
+
+
+def runs_of(full: Sequence[bool], sparse: Sequence[bool]) -> tuple[Run, ...]:
+    """Cut the layers into share groups and join equal neighbours into runs."""
+    starts = [layer for layer, is_full in enumerate(full) if is_full] + [len(full)]
+    runs: list[Run] = []
+    for ordinal, (start, stop) in enumerate(zip(starts, starts[1:], strict=False)):
+        kinds = tuple(sparse[start:stop])
+        if runs and runs[-1].sparse == kinds:
+            last = runs.pop()
+            runs.append(Run(last.first_layer, last.first_full, last.num_groups + 1, kinds))
+        else:
+            runs.append(Run(start, ordinal, 1, kinds))
+    return tuple(runs)

@@ -1,0 +1,1 @@
+"""Requests to steps: scheduling, compiled steps, sampling, text, and the `LLM` front."""

@@ -1,0 +1,96 @@
+"""Token ids to text as they come: no half characters, and no part of a stop string ever shown."""
+
+import codecs
+from collections.abc import Sequence
+
+from glm_dcp_jax.engine.sampling_params import SamplingParams
+from glm_dcp_jax.engine.tokenizer import Tokenizer
+
+
+class Detokenizer:
+    """The text of one output. Pushing several tokens at once gives what pushing them one by one does.
+
+    The stop string that is *completed* first ends the text (of several completed by one character, the
+    longest), so the result does not depend on how the text was cut into tokens. A token that itself ends the
+    output (end of sequence, stop_token_ids) is pushed only if include_stop_str_in_output wants it shown.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if params.skip_special_tokens else frozenset()
+        self._include_stop = params.include_stop_str_in_output
+        self._watches = [_StopWatch(string) for string in params.stop_strings]
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._whole = ""
+        self._shown = 0
+        self.token_count = 0
+        """Tokens taken so far. After a stop string: up to and including the token that completed it."""
+        self.stop: str | None = None
+        """The stop string that ended the text."""
+
+    @property
+    def text(self) -> str:
+        """What may be shown. Only ever grows; what might still become a stop string is held back."""
+        return self._whole[: self._shown]
+
+    def push(self, token_ids: Sequence[int]) -> str | None:
+        """Take sampled tokens, up to a stop string. Returns that stop string, None while there is none."""
+        for token in token_ids:
+            if self.stop is not None:
+                break
+            self.token_count += 1
+            if token not in self._skipped:
+                self._append(self._utf8.decode(self._tokenizer.token_to_bytes(token)))
+        return self.stop
+
+    def finish(self) -> str:
+        """No more tokens will come: release what was held back, and return the whole text."""
+        if self.stop is None:
+            self._append(self._utf8.decode(b"", final=True))
+        if self.stop is None:
+            self._shown = len(self._whole)
+        return self.text
+
+    def _append(self, piece: str) -> None:
+        if not self._watches:
+            self._whole += piece
+            self._shown = len(self._whole)
+            return
+        for taken, character in enumerate(piece, start=1):
+            completed = [watch.string for watch in self._watches if watch.completed_by(character)]
+            if completed:
+                self._end(piece[:taken], max(completed, key=len))
+                return
+        self._whole += piece
+        self._shown = len(self._whole) - max(watch.matched for watch in self._watches)
+
+    def _end(self, piece: str, stop: str) -> None:
+        self._whole += piece
+        if not self._include_stop:
+            self._whole = self._whole[: -len(stop)]
+        self._shown = len(self._whole)
+        self.stop = stop
+
+
+class _StopWatch:
+    """Follows one stop string through a text (Knuth-Morris-Pratt): constant work per character."""
+
+    def __init__(self, string: str) -> None:
+        self.string = string
+        self.matched = 0
+        """Length of the longest prefix of the string that the text ends with."""
+        self._shorter = [0] * len(string)
+        """For each prefix, the longest shorter prefix that it ends with."""
+        length = 0
+        for place in range(1, len(string)):
+            length = self._shorter[place] = self._longer(length, string[place])
+
+    def completed_by(self, character: str) -> bool:
+        """Take the text's next character; True when it completes the string; no more may follow."""
+        self.matched = self._longer(self.matched, character)
+        return self.matched == len(self.string)
+
+    def _longer(self, length: int, character: str) -> int:
+        while length and self.string[length] != character:
+            length = self._shorter[length - 1]
+        return length + 1 if self.string[length] == character else 0

@@ -1,0 +1,50 @@
+"""What comes back for a request: vLLM's `RequestOutput` and its parts."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(slots=True)
+class Logprob:
+    """Natural log of one token's probability. rank: 1 is the likeliest token of the vocabulary."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One continuation, as far as it has come.
+
+    token_ids: the sampled tokens, a stop token included. text: what they say, the stop string or token left
+    out (unless include_stop_str_in_output). logprobs: per token, {token id: Logprob} of the sampled token and
+    the likeliest ones. finish_reason: None while it runs. stop_reason: the stop string or stop token id that
+    ended it, None for an end-of-sequence token.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether no more tokens will come."""
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A prompt and all its continuations, as far as they have come. prompt: None if it came as token ids."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    finished: bool = False

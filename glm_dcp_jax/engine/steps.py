@@ -1,0 +1,84 @@
+"""The compiled step: one jitted function over (parameters, pools, batch), one shard_map inside."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Int
+
+from glm_dcp_jax.cache.pools import POOL_SPECS, Pools
+from glm_dcp_jax.model.network import NetworkShape, StepOutput
+from glm_dcp_jax.parallel.attention import AttentionPath, AttentionSettings
+from glm_dcp_jax.parallel.batch import Block
+from glm_dcp_jax.parallel.prefill import ContextPrefill, QueriesPrefill
+from glm_dcp_jax.parallel.queries import QueriesDecode
+
+Kind = Literal["decode", "prefill"]
+
+
+class StepShape(NamedTuple):
+    """What a step is compiled for. rows: requests x rows each. pages: width of page tables. logits: rows asked for."""
+
+    kind: Kind
+    requests: int
+    rows: int
+    pages: int
+    logits: int
+    capture: bool = False
+
+
+@dataclass
+class CompiledSteps:
+    """Steps by shape, compiled when first asked for. `compiles` counts them."""
+
+    mesh: Mesh
+    shape: NetworkShape
+    settings: AttentionSettings
+    prefill_path: str
+    compiles: int = 0
+    _steps: dict[StepShape, Any] = field(default_factory=dict)
+
+    def get(self, wanted: StepShape, parameters: Any, pools: Pools) -> Any:
+        """The executable for a shape: call it with (parameters, pools, block, logit_rows); pools are donated."""
+        found = self._steps.get(wanted)
+        if found is None:
+            found = self.lower(wanted, parameters, pools).compile()
+            self._steps[wanted] = found
+            self.compiles += 1
+        return found
+
+    def lower(self, wanted: StepShape, parameters: Any, pools: Pools) -> Any:
+        """The lowered step; arguments may be arrays or ShapeDtypeStructs with shardings."""
+        requests, rows, pages = wanted.requests, wanted.rows, wanted.pages
+        ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
+        block = Block(ints(requests, rows), ints(requests, rows), ints(requests, pages))
+        step = jax.jit(self._step(wanted), donate_argnums=1)
+        return step.lower(parameters, pools, block, ints(wanted.logits))
+
+    def _step(self, wanted: StepShape) -> Any:
+        path = self._path(wanted.kind)
+        definition, settings = self.shape.definition, self.settings
+
+        def on_device(parameters: Any, pools: Pools, block: Block, logit_rows: Int[Array, " M"]) -> StepOutput:
+            network = nnx.merge(definition, parameters)
+            return network.step(pools, (block,), logit_rows, (path,), settings, wanted.capture)
+
+        specs = jax.tree.map(
+            lambda leaf: leaf.get_value(), self.shape.specs, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
+        )
+        return jax.shard_map(
+            on_device,
+            mesh=self.mesh,
+            in_specs=(specs, POOL_SPECS, P(), P()),
+            out_specs=StepOutput(P(), POOL_SPECS, P(), P()),
+            check_vma=False,
+        )
+
+    def _path(self, kind: Kind) -> AttentionPath:
+        if kind == "decode":
+            return QueriesDecode(self.settings)
+        return {"context": ContextPrefill, "queries": QueriesPrefill}[self.prefill_path](self.settings)

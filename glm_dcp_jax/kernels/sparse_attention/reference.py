@@ -1,0 +1,28 @@
+"""Sparse MLA attention in plain JAX."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from glm_dcp_jax.kernels.softmax import masked_softmax
+
+
+def sparse_attention(
+    q: Float[Array, "T H CR"],
+    records: Float[Array, "T K CR"],
+    valid: Bool[Array, "T K"],
+    latent_width: int,
+    scale: float,
+) -> tuple[Float[Array, "T H C"], Float[Array, "T H"]]:
+    """Attention of absorbed queries over each row's records, whose first `latent_width` columns are also the values.
+
+    Returns the normalised output (float32) and the natural-log LSE (float32). Invalid records may hold anything, NaN
+    included. A row without valid records gets output 0 and LSE -inf.
+    """
+    records = jnp.where(valid[:, :, None], records, 0)
+    scores = jnp.einsum("thd,tkd->thk", q, records, preferred_element_type=jnp.float32) * scale
+    probabilities, lse = masked_softmax(scores, valid[:, None, :])
+    values = records[:, :, :latent_width]
+    out = jnp.einsum(
+        "thk,tkc->thc", probabilities.astype(values.dtype), values, preferred_element_type=jnp.float32
+    )
+    return out, lse

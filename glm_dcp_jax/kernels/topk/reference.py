@@ -1,0 +1,55 @@
+"""Exact top-k in plain JAX, as positions (sorted) or as a mask (threshold search, no sort)."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+
+def select_positions(
+    scores: Float[Array, "S L"], visible: Int[Array, " S"], k: int
+) -> Int[Array, "S k"]:
+    """The k best of each row's first `visible` columns: score descending, then lowest position; -1 behind.
+
+    Rows with fewer than k visible columns select all of them. -0.0 in scores must already be +0.0.
+    """
+    columns = jnp.arange(scores.shape[1])
+    masked = jnp.where(columns < visible[:, None], scores, -jnp.inf)
+    _, positions = jax.lax.top_k(masked, min(k, scores.shape[1]))
+    positions = jnp.pad(positions, ((0, 0), (0, k - positions.shape[1])))
+    return jnp.where(jnp.arange(k) < visible[:, None], positions, -1)
+
+
+def select_mask(scores: Float[Array, "S L"], visible: Int[Array, " S"], k: int) -> Bool[Array, "S L"]:
+    """The same set as `select_positions`, as a mask over the columns.
+
+    A binary search over the bits of the k-th largest score, then one over the position up to which scores equal to it
+    are still taken: about 32 + log2(L) counting passes, cheaper than a sort when many rows are selected at once.
+    """
+    columns = jnp.arange(scores.shape[1])
+    shown = columns < visible[:, None]
+    keys = jnp.where(shown, _sortable(scores), 0)
+    threshold = _largest(lambda t: jnp.sum(keys >= t[:, None], axis=1) >= k, 32, scores.shape[0])
+    above, equal = keys > threshold[:, None], shown & (keys == threshold[:, None])
+    room = k - jnp.sum(above, axis=1)
+    bits = scores.shape[1].bit_length()
+    stop = _largest(
+        lambda c: jnp.sum(equal & (columns < c[:, None]), axis=1) <= room, bits, scores.shape[0]
+    )
+    return above | (equal & (columns < stop[:, None]))
+
+
+def _sortable(scores: Float[Array, "S L"]) -> UInt32[Array, "S L"]:
+    """Map float32 to uint32 so that order is kept and every number is above 0."""
+    bits = jax.lax.bitcast_convert_type(scores, jnp.int32)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return jax.lax.bitcast_convert_type(ordered, jnp.uint32) ^ jnp.uint32(0x80000000)
+
+
+def _largest(holds, bits: int, rows: int) -> UInt32[Array, " S"]:
+    """Per row, the largest `bits`-bit number for which `holds` is true; true for 0 and monotone."""
+
+    def try_bit(step: Array, found: Array) -> Array:
+        candidate = found | (jnp.uint32(1) << (bits - 1 - step).astype(jnp.uint32))
+        return jnp.where(holds(candidate), candidate, found)
+
+    return jax.lax.fori_loop(0, bits, try_bit, jnp.zeros(rows, jnp.uint32))

@@ -1,0 +1,72 @@
+"""Multi-head latent attention: the projections around the attention itself, which lives in parallel/."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from glm_dcp_jax.config import ModelConfig
+from glm_dcp_jax.model.elementary import linear, rms_norm, rotate
+from glm_dcp_jax.model.parameters import Maker, Source
+
+_PREFIX = "model.layers.{layer}.self_attn."
+
+
+class Projections(NamedTuple):
+    """query_latent: [T, q_lora], also the indexer's input. nope: [T, h, nope], rope: [T, h, R]: this rank's heads.
+
+    latent: [T, C] normed, rope_key: [T, R] rotated: what the cache keeps.
+    """
+
+    query_latent: Float[Array, "T q_lora"]
+    nope: Float[Array, "T h nope"]
+    rope: Float[Array, "T h R"]
+    latent: Float[Array, "T C"]
+    rope_key: Float[Array, "T R"]
+
+
+class LatentAttention(nnx.Module):
+    """Weights of one layer's MLA. Heads are sharded; q_a and kv_a are replicated."""
+
+    def __init__(self, config: ModelConfig, make: Maker) -> None:
+        self.config = config
+        heads, hidden, latent = config.num_attention_heads, config.hidden_size, config.kv_lora_rank
+        nope, value, qk = config.qk_nope_head_dim, config.v_head_dim, config.qk_head_dim
+        q_lora = config.q_lora_rank
+        self.q_a = make.weight(_PREFIX + "q_a_proj.weight", (q_lora, hidden))
+        self.q_a_norm = make.weight(_PREFIX + "q_a_layernorm.weight", (q_lora,))
+        q_b = Source((_PREFIX + "q_b_proj.weight",), (heads * qk, q_lora), view=(heads, qk, q_lora))
+        self.q_b = make(q_b, ("heads", None, None))
+        self.kv_a = make.weight(_PREFIX + "kv_a_proj_with_mqa.weight", (config.record_width, hidden))
+        self.kv_a_norm = make.weight(_PREFIX + "kv_a_layernorm.weight", (latent,))
+        kv_b = {
+            "names": (_PREFIX + "kv_b_proj.weight",),
+            "shape": (heads * (nope + value), latent),
+            "view": (heads, nope + value, latent),
+        }
+        self.key_expansion = make(Source(**kv_b, window=(1, 0, nope)), ("heads", None, None))
+        self.value_expansion = make(Source(**kv_b, window=(1, nope, nope + value)), ("heads", None, None))
+        output = Source((_PREFIX + "o_proj.weight",), (hidden, heads * value), view=(hidden, heads, value))
+        self.output = make(output, (None, "heads", None))
+
+    def project(self, x: Float[Array, "T H"], angles: Float[Array, "T R/2"]) -> Projections:
+        """Queries of this rank's heads and the record's values, from the normed hidden state."""
+        config = self.config
+        query_latent = rms_norm(linear(x, self.q_a[...]), self.q_a_norm[...], config.latent_norm_eps)
+        heads, width, q_lora = self.q_b.shape
+        q = linear(query_latent, self.q_b[...].reshape(heads * width, q_lora)).reshape(-1, heads, width)
+        nope, rope = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
+        kv = linear(x, self.kv_a[...])
+        latent, rope_key = jnp.split(kv, [config.kv_lora_rank], axis=-1)
+        return Projections(
+            query_latent,
+            nope,
+            rotate(rope, angles, config.rope_interleave),
+            rms_norm(latent, self.kv_a_norm[...], config.latent_norm_eps),
+            rotate(rope_key, angles, config.rope_interleave),
+        )
+
+    def project_out(self, values: Float[Array, "T h v"]) -> Float[Array, "T H"]:
+        """This rank's part of the output projection, float32, to be summed over all ranks."""
+        return jnp.einsum("thv,ohv->to", values, self.output[...], preferred_element_type=jnp.float32)

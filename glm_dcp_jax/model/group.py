@@ -1,0 +1,189 @@
+"""The share group: a Full layer and the Shared layers behind it, the unit of the network."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from glm_dcp_jax.config import ModelConfig
+from glm_dcp_jax.kernels.records import gather_pages, write_records
+from glm_dcp_jax.model.attention import LatentAttention, Projections
+from glm_dcp_jax.model.elementary import rms_norm
+from glm_dcp_jax.model.feed_forward import GatedMLP, MixtureOfExperts
+from glm_dcp_jax.model.indexer import Indexer, select
+from glm_dcp_jax.model.parameters import Maker
+from glm_dcp_jax.parallel.attention import AttentionLayer, AttentionPath, AttentionSettings, Queries
+from glm_dcp_jax.parallel.batch import Block, Selection
+from glm_dcp_jax.parallel.mesh import TENSOR_AXES
+
+_PREFIX = "model.layers.{layer}."
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What a step's layers share. Rows of all blocks are laid one after the other: T in all.
+
+    paths: the attention path of each block. angles: [T, R/2]. index_slots: [T], where each row's index key goes.
+    """
+
+    settings: AttentionSettings
+    blocks: tuple[Block, ...]
+    paths: tuple[AttentionPath, ...]
+    angles: Float[Array, "T R/2"]
+    index_slots: Int[Array, " T"]
+
+    def cut(self, rows: Float[Array, "T *rest"]) -> list[Float[Array, "N S *rest"]]:
+        """Rows of all blocks back into each block's [N, S]."""
+        parts, start = [], 0
+        for block in self.blocks:
+            part = rows[start : start + block.rows]
+            parts.append(part.reshape(*block.positions.shape, *rows.shape[1:]))
+            start += block.rows
+        return parts
+
+
+class GroupTrace(NamedTuple):
+    """What a captured step keeps of a group of G layers, M of them with experts.
+
+    hidden: [G, T, H], each layer's output. selections: one per block. experts, weights: [M, T, K].
+    """
+
+    hidden: Float[Array, "G T H"]
+    selections: tuple[Selection, ...]
+    experts: Int[Array, "M T K"]
+    weights: Float[Array, "M T K"]
+
+
+class Layer(nnx.Module):
+    """One decoder layer's weights; only a Full layer has an indexer."""
+
+    def __init__(self, config: ModelConfig, full: bool, sparse: bool, make: Maker) -> None:
+        hidden = config.hidden_size
+        self.input_norm = make.weight(_PREFIX + "input_layernorm.weight", (hidden,))
+        self.attention = LatentAttention(config, make)
+        self.indexer = Indexer(config, make) if full else None
+        self.feed_forward_norm = make.weight(_PREFIX + "post_attention_layernorm.weight", (hidden,))
+        self.feed_forward = (
+            MixtureOfExperts(config, make)
+            if sparse
+            else GatedMLP(hidden, config.intermediate_size, _PREFIX + "mlp.", make)
+        )
+
+
+class ShareGroup(nnx.Module):
+    """A Full layer and its Shared layers. `sparse`: which of them have experts."""
+
+    def __init__(self, config: ModelConfig, sparse: tuple[bool, ...], make: Maker) -> None:
+        self.config = config
+        self.layers = nnx.List(
+            Layer(config, member == 0, is_sparse, make) for member, is_sparse in enumerate(sparse)
+        )
+
+    def __call__(
+        self,
+        x: Float[Array, "T H"],
+        index_pool: Float[Array, "full slots D"],
+        ckv: Float[Array, "layers slots width"],
+        first_layer: Int[Array, ""] | int,
+        full_ordinal: Int[Array, ""] | int,
+        context: StepContext,
+    ) -> tuple[Array, Array, Array, GroupTrace]:
+        """Run the group on hidden states x; `ckv` holds what earlier steps committed and is only read.
+
+        Returns x, the index pool with this step's keys, the step's encoded records [G, T, width], and the trace.
+        """
+        eps = self.config.rms_norm_eps
+        records, hidden, routes = [], [], []
+        plans = flights = selections = None
+        for member, layer in enumerate(self.layers):
+            normed = rms_norm(x, layer.input_norm[...], eps)
+            projected = layer.attention.project(normed, context.angles)
+            current = context.settings.record.encode(projected.latent, projected.rope_key)
+            records.append(current)
+            if member == 0:
+                index_pool, selections = _select(
+                    layer.indexer, normed, projected, index_pool, full_ordinal, context
+                )
+                pairs = list(zip(context.paths, selections, context.blocks, strict=True))
+                plans = [path.plan(selection, block) for path, selection, block in pairs]
+                flights = [path.start(plan, ckv) for path, plan in zip(context.paths, plans, strict=True)]
+            view = AttentionLayer(
+                first_layer + member,
+                layer.attention.key_expansion[...],
+                layer.attention.value_expansion[...],
+            )
+            out, flights = _attend(layer.attention, view, projected, current, plans, flights, context)
+            x = x + out.astype(x.dtype)
+            normed = rms_norm(x, layer.feed_forward_norm[...], eps)
+            if isinstance(layer.feed_forward, MixtureOfExperts):
+                route = layer.feed_forward.route(normed)
+                routes.append(route)
+                out = layer.feed_forward(normed, *route)
+            else:
+                out = layer.feed_forward(normed)
+            out, flights = _all_reduce(out, flights, view, "ffn", context)
+            x = x + out.astype(x.dtype)
+            hidden.append(x)
+        trace = GroupTrace(
+            jnp.stack(hidden),
+            tuple(selections),
+            *(jnp.stack(part) for part in zip(*routes, strict=True)) if routes else (None, None),
+        )
+        return x, index_pool, jnp.stack(records), trace
+
+
+def _select(
+    indexer: Indexer,
+    normed: Float[Array, "T H"],
+    projected: Projections,
+    index_pool: Float[Array, "full slots D"],
+    full_ordinal: Int[Array, ""] | int,
+    context: StepContext,
+) -> tuple[Array, list[Selection]]:
+    """Write this step's index keys, then score and choose for each block."""
+    settings = context.settings
+    keys = indexer.index_keys(normed, context.angles).astype(index_pool.dtype)
+    index_pool = write_records(index_pool, full_ordinal, context.index_slots, keys)
+    queries, weights = indexer.index_queries(normed, projected.query_latent, context.angles)
+    selections = []
+    parts = zip(context.blocks, context.paths, context.cut(queries), context.cut(weights), strict=True)
+    for block, path, block_q, block_w in parts:
+        seen = gather_pages(index_pool, full_ordinal, block.page_table, settings.layout.virtual_block)
+        as_mask = path.wants_mask(block)
+        chosen = select(block_q, block_w, seen, block.visible, settings.index_topk, as_mask)
+        selections.append(Selection(None, chosen) if as_mask else Selection(chosen, None))
+    return index_pool, selections
+
+
+def _attend(
+    attention: LatentAttention,
+    view: AttentionLayer,
+    projected: Projections,
+    current: Float[Array, "T width"],
+    plans: list,
+    flights: list,
+    context: StepContext,
+) -> tuple[Float[Array, "T H"], list]:
+    """Attention of all blocks through their paths, the output projection, and its all-reduce."""
+    outs = []
+    queries = zip(context.cut(projected.nope), context.cut(projected.rope), strict=True)
+    parts = zip(context.paths, plans, flights, queries, context.cut(current), strict=True)
+    for path, plan, flight, query, own in parts:
+        out = path.attend(plan, flight, view, Queries(*query), own)
+        outs.append(out.reshape(-1, *out.shape[2:]))
+    values = jnp.concatenate(outs).astype(projected.nope.dtype)
+    return _all_reduce(attention.project_out(values), flights, view, "attention", context)
+
+
+def _all_reduce(
+    value: Float[Array, "T H"], flights: list, view: AttentionLayer, kind: str, context: StepContext
+) -> tuple[Float[Array, "T H"], list]:
+    """Sum over all ranks, after each path has tied in what must have arrived."""
+    landed = []
+    for path, flight in zip(context.paths, flights, strict=True):
+        value, flight = path.window(flight, view, kind, value)
+        landed.append(flight)
+    return jax.lax.psum(value, TENSOR_AXES), landed

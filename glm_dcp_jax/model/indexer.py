@@ -1,0 +1,77 @@
+"""The lightning indexer of a Full layer: index keys, index queries, and the selection."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from glm_dcp_jax.config import ModelConfig
+from glm_dcp_jax.config.model import INDEX_NORM_EPS
+from glm_dcp_jax.kernels.index_scores import index_scores
+from glm_dcp_jax.kernels.row_blocks import map_row_blocks
+from glm_dcp_jax.kernels.topk import select_mask, select_positions
+from glm_dcp_jax.model.elementary import layer_norm, linear, rotate
+from glm_dcp_jax.model.parameters import Maker, Source
+
+_PREFIX = "model.layers.{layer}.self_attn.indexer."
+
+
+class Indexer(nnx.Module):
+    """Weights of one indexer, replicated: every rank makes the same selection bit for bit."""
+
+    def __init__(self, config: ModelConfig, make: Maker) -> None:
+        self.config = config
+        heads, width, hidden = config.index_n_heads, config.index_head_dim, config.hidden_size
+        queries = Source(
+            (_PREFIX + "wq_b.weight",),
+            (heads * width, config.q_lora_rank),
+            view=(heads, width, config.q_lora_rank),
+        )
+        self.queries = make(queries, (None, None, None))
+        self.keys = make.weight(_PREFIX + "wk.weight", (width, hidden))
+        self.key_norm = make.weight(_PREFIX + "k_norm.weight", (width,))
+        self.key_norm_bias = make.weight(_PREFIX + "k_norm.bias", (width,))
+        # float32 in a bfloat16 model too: rounded head weights make ties.
+        self.head_weights = make.weight(_PREFIX + "weights_proj.weight", (heads, hidden), dtype=jnp.float32)
+
+    def index_keys(self, x: Float[Array, "T H"], angles: Float[Array, "T R/2"]) -> Float[Array, "T D"]:
+        """The keys of these rows, normed and rotated, as the cache keeps them."""
+        keys = layer_norm(
+            linear(x, self.keys[...]), self.key_norm[...], self.key_norm_bias[...], INDEX_NORM_EPS
+        )
+        return self._rotate_front(keys, angles)
+
+    def index_queries(
+        self, x: Float[Array, "T H"], query_latent: Float[Array, "T q_lora"], angles: Float[Array, "T R/2"]
+    ) -> tuple[Float[Array, "T I D"], Float[Array, "T I"]]:
+        """Rotated queries, and float32 head weights with the factors I**-0.5 * D**-0.5 folded in."""
+        heads, width, q_lora = self.queries.shape
+        queries = linear(query_latent, self.queries[...].reshape(heads * width, q_lora))
+        queries = self._rotate_front(queries.reshape(-1, heads, width), angles)
+        weights = linear(x.astype(jnp.float32), self.head_weights[...])
+        return queries, weights * (heads**-0.5 * width**-0.5)
+
+    def _rotate_front(self, x: Float[Array, "T *heads D"], angles: Array) -> Float[Array, "T *heads D"]:
+        front, back = jnp.split(x, [self.config.qk_rope_head_dim], axis=-1)
+        front = rotate(front, angles, self.config.indexer_rope_interleave)
+        return jnp.concatenate([front, back], axis=-1)
+
+
+def select(
+    queries: Float[Array, "N S I D"],
+    head_weights: Float[Array, "N S I"],
+    keys: Float[Array, "N L D"],
+    visible: Int[Array, "N S"],
+    k: int,
+    as_mask: bool,
+) -> Array:
+    """Each row's k best visible keys, as a mask [N, S, L] or as positions [N, S, k]; in row blocks of bounded workspace."""
+    choose = select_mask if as_mask else select_positions
+
+    def one_request(request_q: Array, request_w: Array, request_keys: Array, rows_visible: Array) -> Array:
+        def rows(block_q: Array, block_w: Array, block_visible: Array) -> Array:
+            return choose(index_scores(block_q, block_w, request_keys), block_visible, k)
+
+        return map_row_blocks(rows, 4 * request_keys.shape[0] * 4, request_q, request_w, rows_visible)
+
+    return jax.vmap(one_request)(queries, head_weights, keys.astype(queries.dtype), visible)

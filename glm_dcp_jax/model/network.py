@@ -1,0 +1,177 @@
+"""The whole network: embedding, runs of share groups, final norm, output head."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from glm_dcp_jax.cache.pools import Pools
+from glm_dcp_jax.config import ModelConfig, Run
+from glm_dcp_jax.kernels.records import commit_records
+from glm_dcp_jax.model.elementary import rms_norm, rope_angles
+from glm_dcp_jax.model.group import GroupTrace, ShareGroup, StepContext
+from glm_dcp_jax.model.parameters import Maker
+from glm_dcp_jax.parallel.attention import AttentionPath, AttentionSettings
+from glm_dcp_jax.parallel.batch import Block
+from glm_dcp_jax.parallel.mesh import DCP, TENSOR_AXES
+from glm_dcp_jax.parallel.sharding import spec_of
+
+
+class StepOutput(NamedTuple):
+    """logits: [M, V] float32 of the asked rows. embedded: [T, H] and traces: one per run, only when captured."""
+
+    logits: Float[Array, "M V"]
+    pools: Pools
+    embedded: Float[Array, "T H"] | None
+    traces: tuple[GroupTrace, ...] | None
+
+
+class Network(nnx.Module):
+    """All weights. Each run of equal share groups is one ShareGroup; several groups are stacked along a leading axis."""
+
+    def __init__(self, config: ModelConfig, dtype: Any, tp: int) -> None:
+        self.config = config
+        make = Maker(dtype, tp)
+        table = (config.vocab_size, config.hidden_size)
+        self.embedding = make.weight("model.embed_tokens.weight", table, ("vocab", None))
+        self.runs = nnx.List(
+            ShareGroup(config, run.sparse, Maker(dtype, tp, run.num_groups if run.num_groups > 1 else None))
+            for run in config.runs
+        )
+        self.norm = make.weight("model.norm.weight", (config.hidden_size,))
+        head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+        self.head = make.weight(head, table, ("vocab", None))
+
+    def step(
+        self,
+        pools: Pools,
+        blocks: tuple[Block, ...],
+        logit_rows: Int[Array, " M"],
+        paths: tuple[AttentionPath, ...],
+        settings: AttentionSettings,
+        capture: bool,
+    ) -> StepOutput:
+        """One step over all blocks' rows; runs inside shard_map. logit_rows index the rows of all blocks laid in a line."""
+        tokens, positions, slots, index_slots = _rows(blocks, settings)
+        config = self.config
+        context = StepContext(
+            settings,
+            blocks,
+            paths,
+            rope_angles(positions, config.qk_rope_head_dim, config.rope_theta),
+            index_slots,
+        )
+        x = embedded = self.embed(tokens)
+        index_keys, records, traces = pools.index_keys, [], []
+        for run, group in zip(config.runs, self.runs, strict=True):
+            x, index_keys, run_records, trace = _run(
+                run, group, x, index_keys, pools.ckv, context, capture
+            )
+            records.append(run_records)
+            traces.append(trace)
+        ckv = commit_records(pools.ckv, slots, jnp.concatenate(records))
+        return StepOutput(
+            self.logits(x[logit_rows]),
+            Pools(ckv, index_keys),
+            embedded if capture else None,
+            tuple(traces) if capture else None,
+        )
+
+    def embed(self, tokens: Int[Array, " T"]) -> Float[Array, "T H"]:
+        """Look up this rank's part of the vocabulary and sum over all ranks."""
+        table = self.embedding[...]
+        local = tokens - _rank() * table.shape[0]
+        here = (local >= 0) & (local < table.shape[0])
+        found = jnp.where(here[:, None], table[jnp.where(here, local, 0)], 0)
+        return jax.lax.psum(found, TENSOR_AXES)
+
+    def logits(self, x: Float[Array, "M H"]) -> Float[Array, "M V"]:
+        """Final norm and output head, float32, gathered from all ranks."""
+        normed = rms_norm(x, self.norm[...], self.config.rms_norm_eps)
+        part = jnp.einsum("mh,vh->mv", normed, self.head[...], preferred_element_type=jnp.float32)
+        whole = jax.lax.all_gather(part, TENSOR_AXES, axis=1, tiled=True)
+        return whole[:, : self.config.vocab_size]
+
+
+def _rank() -> Int[Array, ""]:
+    """This device's index among all tensor-parallel ranks."""
+    return jax.lax.axis_index(TENSOR_AXES)
+
+
+def _rows(blocks: tuple[Block, ...], settings: AttentionSettings) -> tuple[Array, Array, Array, Array]:
+    """tokens, positions, own CKV slots (-1: not mine or padding) and index-key slots of all blocks' rows in a line."""
+    layout, index_layout = settings.layout, settings.layout.index_layout()
+    rank = jax.lax.axis_index(DCP)
+    slots, index_slots = [], []
+    for block in blocks:
+        page_index = jnp.maximum(layout.page_index(block.positions), 0)
+        pages = jnp.take_along_axis(block.page_table, page_index, axis=1)
+        mine = block.valid & (layout.owner(block.positions) == rank)
+        slots.append(jnp.where(mine, layout.slot(block.positions, pages), -1).reshape(-1))
+        index_slots.append(index_layout.slot(block.positions, pages).reshape(-1))
+    tokens = jnp.concatenate([block.tokens.reshape(-1) for block in blocks])
+    positions = jnp.concatenate([block.positions.reshape(-1) for block in blocks])
+    return tokens, positions, jnp.concatenate(slots), jnp.concatenate(index_slots)
+
+
+def _run(
+    run: Run,
+    group: ShareGroup,
+    x: Float[Array, "T H"],
+    index_keys: Float[Array, "full slots D"],
+    ckv: Float[Array, "layers slots width"],
+    context: StepContext,
+    capture: bool,
+) -> tuple[Array, Array, Array, GroupTrace | None]:
+    """A run's groups, scanned when there are several. Returns x, index keys, records [layers, T, width] and the trace.
+
+    The trace has one leading axis over groups. The index pool is carried; the CKV pool is only read.
+    """
+    if run.num_groups == 1:
+        x, index_keys, records, trace = group(
+            x, index_keys, ckv, run.first_layer, run.first_full, context
+        )
+        return x, index_keys, records, jax.tree.map(lambda leaf: leaf[None], trace) if capture else None
+    definition, weights = nnx.split(group)
+
+    def one_group(carry: tuple[Array, Array], inputs: tuple[Any, Array]) -> tuple[Any, Any]:
+        x, index_keys = carry
+        own_weights, ordinal = inputs
+        x, index_keys, records, trace = nnx.merge(definition, own_weights)(
+            x,
+            index_keys,
+            ckv,
+            run.first_layer + ordinal * run.group_size,
+            run.first_full + ordinal,
+            context,
+        )
+        return (x, index_keys), (records, trace if capture else None)
+
+    (x, index_keys), (records, trace) = jax.lax.scan(
+        one_group, (x, index_keys), (weights, jnp.arange(run.num_groups))
+    )
+    return x, index_keys, records.reshape(-1, *records.shape[2:]), trace
+
+
+class NetworkShape(NamedTuple):
+    """The network before any array exists. definition: nnx graph. parameters: nnx.State of ShapeDtypeStructs. specs: same tree."""
+
+    definition: Any
+    parameters: Any
+    specs: Any
+
+
+def abstract_network(config: ModelConfig, dtype: Any, tp: int) -> NetworkShape:
+    """Shapes first: what parameters there are, and how each lies on the mesh."""
+    model = nnx.eval_shape(lambda: Network(config, dtype, tp))
+    definition, parameters = nnx.split(model)
+
+    def spec(variable: nnx.Variable) -> nnx.Variable:
+        return variable.replace(spec_of(variable.get_metadata("axes")))
+
+    specs = jax.tree.map(spec, parameters, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return NetworkShape(definition, parameters, specs)
+
+

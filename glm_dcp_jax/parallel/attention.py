@@ -1,0 +1,96 @@
+"""The interface of attention over the paged, sharded cache.
+
+Per share group, always in this order:
+
+    plan          = path.plan(selection, block)      once, from the Full layer's selection
+    flight        = path.start(plan, ckv)            what may travel during the group
+    out           = path.attend(plan, flight, layer, queries, current)        once per layer
+    value, flight = path.window(flight, layer, "attention"|"ffn", value)      before each all-reduce
+
+All functions run inside `shard_map`: arrays are one device's part. Every path gives the same answer.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+from jaxtyping import Array, Float, Int
+
+from glm_dcp_jax.cache.placement import Layout
+from glm_dcp_jax.cache.records import RecordFormat
+from glm_dcp_jax.parallel.batch import Block, Selection
+
+Plan = Any
+Flight = Any
+Window = Literal["attention", "ffn"]
+
+
+class Queries(NamedTuple):
+    """This rank's heads, before absorption. nope: [N, S, h, nope]. rope: [N, S, h, R], rotated."""
+
+    nope: Float[Array, "N S h nope"]
+    rope: Float[Array, "N S h R"]
+
+
+class AttentionLayer(NamedTuple):
+    """What a path needs to know of a layer. index: into the pools. kv_b split per local head:
+
+    key_expansion: [h, nope, C], value_expansion: [h, v, C].
+    """
+
+    index: Int[Array, ""] | int
+    key_expansion: Float[Array, "h nope C"]
+    value_expansion: Float[Array, "h v C"]
+
+
+@dataclass(frozen=True)
+class AttentionSettings:
+    """What all paths share: cache geometry and format, merge backend, softmax scale and sizes."""
+
+    layout: Layout
+    record: RecordFormat
+    comm_backend: str
+    scale: float
+    latent_width: int
+    index_topk: int
+
+
+class AttentionPath(Protocol):
+    """One way to attend over records that live on other ranks."""
+
+    def wants_mask(self, block: Block) -> bool:
+        """Whether `plan` takes the selection as a mask (True) or as positions."""
+        ...
+
+    def plan(self, selection: Selection, block: Block) -> Plan:
+        """Owners and slots of a selection; serves all layers of the group."""
+        ...
+
+    def start(self, plan: Plan, ckv: Float[Array, "layers slots width"]) -> Flight:
+        """Begin what can travel before it is needed. `ckv` holds what earlier steps committed."""
+        ...
+
+    def attend(
+        self, plan: Plan, flight: Flight, layer: AttentionLayer, queries: Queries, current: Array
+    ) -> Float[Array, "N S h v"]:
+        """float32 attention outputs of this rank's heads. current: [N, S, width], the step's own encoded records."""
+        ...
+
+    def window(
+        self, flight: Flight, layer: AttentionLayer, kind: Window, value: Array
+    ) -> tuple[Array, Flight]:
+        """Tie what must have arrived by now to `value`, which an all-reduce is about to take."""
+        ...
+
+
+class Stationary:
+    """A path that sends nothing ahead: its flight is the pool itself, its windows are empty."""
+
+    def start(self, plan: Plan, ckv: Float[Array, "layers slots width"]) -> Flight:
+        """The pool to read from."""
+        return ckv
+
+    def window(
+        self, flight: Flight, layer: AttentionLayer, kind: Window, value: Array
+    ) -> tuple[Array, Flight]:
+        """Nothing is in flight."""
+        return value, flight

@@ -1,0 +1,44 @@
+"""Merging attention outputs that each rank computed over its own part of the keys."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from glm_dcp_jax.parallel.mesh import DCP
+
+
+def gather_heads(q: Float[Array, "T H D"]) -> Float[Array, "T WH D"]:
+    """Every DCP rank's heads, rank after rank."""
+    return jax.lax.all_gather(q, DCP, axis=1, tiled=True)
+
+
+def merge_partials(
+    out: Float[Array, "T WH C"], lse: Float[Array, "T WH"], backend: str
+) -> Float[Array, "T H C"]:
+    """Combine partial outputs by their natural-log LSE; each rank keeps its own heads.
+
+    A rank that saw no key brings out 0 and lse -inf and does not count; a row no rank has a key for becomes 0.
+    backend `ag_rs`: LSEs are gathered, weighted outputs reduce-scattered. `a2a`: each rank receives every part of its
+    own heads and adds them up.
+    """
+    if backend == "ag_rs":
+        weight = _weights(jax.lax.all_gather(lse, DCP))[jax.lax.axis_index(DCP)]
+        return jax.lax.psum_scatter(out * weight[..., None], DCP, scatter_dimension=1, tiled=True)
+    parts = jax.lax.all_to_all(_split(out), DCP, split_axis=0, concat_axis=0)
+    weights = _weights(jax.lax.all_to_all(_split(lse), DCP, split_axis=0, concat_axis=0))
+    return jnp.sum(parts * weights[..., None], axis=0)
+
+
+def _split(by_head: Float[Array, "T WH *rest"]) -> Float[Array, "W T H *rest"]:
+    world = jax.lax.axis_size(DCP)
+    rows, heads = by_head.shape[:2]
+    return jnp.moveaxis(by_head.reshape(rows, world, heads // world, *by_head.shape[2:]), 1, 0)
+
+
+def _weights(lse: Float[Array, "W T H"]) -> Float[Array, "W T H"]:
+    """Each part's share of the whole softmax; all 0 where every part is empty."""
+    top = jnp.max(lse, axis=0)
+    top = jnp.where(jnp.isfinite(top), top, 0.0)
+    exponentials = jnp.exp(lse - top)
+    total = jnp.sum(exponentials, axis=0)
+    return exponentials / jnp.where(total > 0, total, 1.0)

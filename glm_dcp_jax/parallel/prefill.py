@@ -1,0 +1,160 @@
+"""Prefill paths: every rank gathers the whole context (`context`), or keeps its part and gathers query heads (`queries`).
+
+Both see a context buffer per request: the committed history, then the chunk's own records at their positions. Short
+contexts are attended densely under the selection's mask; long ones by gathering each row's selected records, because
+dense work grows with the context and selected work does not.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from glm_dcp_jax.kernels.masked_attention import absorbed_attention, expanded_attention
+from glm_dcp_jax.kernels.records import gather_pages
+from glm_dcp_jax.kernels.row_blocks import map_row_blocks
+from glm_dcp_jax.kernels.sparse_attention import sparse_attention
+from glm_dcp_jax.parallel.attention import AttentionLayer, AttentionSettings, Queries, Stationary
+from glm_dcp_jax.parallel.batch import Block, Selection
+from glm_dcp_jax.parallel.merge import gather_heads, merge_partials
+from glm_dcp_jax.parallel.mesh import DCP
+from glm_dcp_jax.parallel.queries import absorb, expand_values
+
+DENSE_CONTEXT = 8
+"""Contexts up to this many times index_topk are attended densely (measured on CPU: gathering costs more below)."""
+
+
+class _Prefill(Stationary):
+    """What both prefill paths share; a plan is the pair (selection, block)."""
+
+    def __init__(self, settings: AttentionSettings) -> None:
+        self.settings = settings
+
+    def wants_mask(self, block: Block) -> bool:
+        """Dense attention takes a mask, sparse attention positions."""
+        context = block.page_table.shape[1] * self.settings.layout.virtual_block
+        return context <= DENSE_CONTEXT * self.settings.index_topk
+
+    def plan(self, selection: Selection, block: Block) -> tuple[Selection, Block]:
+        """Slots are the context buffer's own order, so there is nothing to look up."""
+        return selection, block
+
+    def _pages(self, flight: Array, layer: AttentionLayer, block: Block) -> Float[Array, "N PB width"]:
+        return gather_pages(flight, layer.index, block.page_table, self.settings.layout.block_size)
+
+
+class ContextPrefill(_Prefill):
+    """Path `context`: CKV of the visible history is gathered from all ranks, each rank attends with its own heads."""
+
+    def attend(
+        self,
+        plan: tuple[Selection, Block],
+        flight: Float[Array, "layers slots width"],
+        layer: AttentionLayer,
+        queries: Queries,
+        current: Float[Array, "N S width"],
+    ) -> Float[Array, "N S h v"]:
+        """Expanded heads over a dense context, absorbed ones over gathered records of a long one."""
+        settings, dtype = self.settings, queries.nope.dtype
+        selection, block = plan
+        history = self._in_position_order(self._pages(flight, layer, block))
+        context = settings.record.decode(_place_chunk(history, current, block), dtype)
+        if selection.mask is not None:
+            dense = jax.vmap(expanded_attention, in_axes=(0, 0, 0, None, None, 0, None))
+            return dense(
+                queries.nope,
+                queries.rope,
+                context,
+                layer.key_expansion,
+                layer.value_expansion,
+                selection.mask,
+                settings.scale,
+            )
+        out, _ = _attend_selected(settings, absorb(queries, layer), context, selection.positions)
+        return jax.vmap(lambda part: expand_values(part, layer, dtype))(out)
+
+    def _in_position_order(self, own: Float[Array, "N PB width"]) -> Float[Array, "N L width"]:
+        """Gather all ranks' pages and interleave them: position = stripe * W * I + rank * I + i."""
+        world, interleave = self.settings.layout.world, self.settings.layout.interleave
+        if world == 1:
+            return own
+        requests, local, width = own.shape
+        ranks = jax.lax.all_gather(own, DCP)
+        ranks = ranks.reshape(world, requests, local // interleave, interleave, width)
+        return ranks.transpose(1, 2, 0, 3, 4).reshape(requests, local * world, width)
+
+
+class QueriesPrefill(_Prefill):
+    """Path `queries` for prefill: each rank attends over its own part of the context with all ranks' heads."""
+
+    def attend(
+        self,
+        plan: tuple[Selection, Block],
+        flight: Float[Array, "layers slots width"],
+        layer: AttentionLayer,
+        queries: Queries,
+        current: Float[Array, "N S width"],
+    ) -> Float[Array, "N S h v"]:
+        """Local attention with gathered heads, merged by LSE."""
+        settings, dtype = self.settings, queries.nope.dtype
+        layout, rank = settings.layout, jax.lax.axis_index(DCP)
+        selection, block = plan
+        owned = settings.record.decode(self._owned_context(flight, layer, block, current, rank), dtype)
+        requests, rows = queries.nope.shape[:2]
+        q = absorb(queries, layer)
+        q = gather_heads(q.reshape(requests * rows, *q.shape[2:])).reshape(requests, rows, -1, q.shape[-1])
+        if selection.mask is not None:
+            positions = layout.position(rank, jnp.arange(owned.shape[1]))
+            mask = jnp.take(selection.mask, positions, axis=2, mode="clip")
+            attend = jax.vmap(absorbed_attention, in_axes=(0, 0, 0, None, None))
+            out, lse = attend(q, owned, mask, settings.latent_width, settings.scale)
+        else:
+            mine = layout.owner(selection.positions) == rank
+            slots = jnp.where(mine, layout.local(selection.positions), -1)
+            out, lse = _attend_selected(settings, q, owned, slots)
+        merged = merge_partials(
+            out.reshape(requests * rows, *out.shape[2:]), lse.reshape(requests * rows, -1), settings.comm_backend
+        )
+        return expand_values(merged, layer, dtype).reshape(requests, rows, merged.shape[1], -1)
+
+    def _owned_context(
+        self,
+        flight: Array,
+        layer: AttentionLayer,
+        block: Block,
+        current: Float[Array, "N S width"],
+        rank: Int[Array, ""],
+    ) -> Float[Array, "N PB width"]:
+        """This rank's records in local order: committed pages with the chunk's own rows laid in."""
+        layout = self.settings.layout
+        pages = self._pages(flight, layer, block)
+        mine = block.valid & (layout.owner(block.positions) == rank)
+        targets = jnp.where(mine, layout.local(block.positions), pages.shape[1])
+        return jax.vmap(lambda own, at, rows: own.at[at].set(rows, mode="drop"))(pages, targets, current)
+
+
+def _place_chunk(
+    history: Float[Array, "N L width"], current: Float[Array, "N S width"], block: Block
+) -> Float[Array, "N L width"]:
+    """Lay each request's current rows at their positions; padded rows fall past the end and are dropped."""
+    targets = jnp.where(block.valid, block.positions, history.shape[1])
+    return jax.vmap(lambda context, at, rows: context.at[at].set(rows, mode="drop"))(history, targets, current)
+
+
+def _attend_selected(
+    settings: AttentionSettings,
+    q: Float[Array, "N S h CR"],
+    context: Float[Array, "N L width"],
+    slots: Int[Array, "N S K"],
+) -> tuple[Float[Array, "N S h C"], Float[Array, "N S h"]]:
+    """Each row over the context entries at its slots (-1: none), in row blocks."""
+
+    def one_request(request_q: Array, records: Array, chosen: Array) -> tuple[Array, Array]:
+        def rows(block_q: Array, block_slots: Array) -> tuple[Array, Array]:
+            found = records[jnp.maximum(block_slots, 0)]
+            valid: Bool[Array, "rows K"] = block_slots >= 0
+            return sparse_attention(block_q, found, valid, settings.latent_width, settings.scale)
+
+        bytes_per_row = chosen.shape[1] * records.shape[1] * records.dtype.itemsize
+        return map_row_blocks(rows, bytes_per_row, request_q, chosen, workspace=64 * 2**20)
+
+    return jax.vmap(one_request)(q, context, slots)

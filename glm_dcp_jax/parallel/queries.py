@@ -1,0 +1,96 @@
+"""Path `queries` for decode: records stay where they are, query heads travel.
+
+All DCP ranks' absorbed query heads are gathered, each rank attends over the selected records it owns, and the partial
+outputs are merged by their LSE.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from glm_dcp_jax.kernels.records import gather_records
+from glm_dcp_jax.kernels.sparse_attention import sparse_attention
+from glm_dcp_jax.parallel.attention import AttentionLayer, AttentionSettings, Queries, Stationary
+from glm_dcp_jax.parallel.batch import Block, Selection
+from glm_dcp_jax.parallel.mesh import DCP
+from glm_dcp_jax.parallel.merge import gather_heads, merge_partials
+
+
+class OwnedSelection(NamedTuple):
+    """slots: [T, K] int32, this rank's pool slots of committed selected records, -1 for others.
+
+    current: [T, S] bool, which of the request's current rows are selected and owned here.
+    """
+
+    slots: Int[Array, "T K"]
+    current: Bool[Array, "T S"]
+
+
+class QueriesDecode(Stationary):
+    """Decode rows (few per request) over positions."""
+
+    def __init__(self, settings: AttentionSettings) -> None:
+        self.settings = settings
+
+    def wants_mask(self, block: Block) -> bool:
+        """Decode selects positions."""
+        return False
+
+    def plan(self, selection: Selection, block: Block) -> OwnedSelection:
+        """Keep what this rank owns: committed records by slot, the step's own rows by column."""
+        layout, rank = self.settings.layout, jax.lax.axis_index(DCP)
+        chosen = selection.positions
+        requests, rows, _ = chosen.shape
+        committed = (chosen >= 0) & (chosen < block.start[:, None, None])
+        mine = committed & (layout.owner(chosen) == rank)
+        page_index = jnp.maximum(layout.page_index(chosen), 0).reshape(requests, -1)
+        pages = jnp.take_along_axis(block.page_table, page_index, axis=1).reshape(chosen.shape)
+        slots = jnp.where(mine, layout.slot(chosen, pages), -1)
+        here = block.valid & (layout.owner(block.positions) == rank)
+        taken = (chosen[:, :, :, None] == block.positions[:, None, None, :]).any(axis=2)
+        current = taken & here[:, None, :]
+        return OwnedSelection(slots.reshape(requests * rows, -1), current.reshape(requests * rows, rows))
+
+    def attend(
+        self,
+        plan: OwnedSelection,
+        flight: Float[Array, "layers slots width"],
+        layer: AttentionLayer,
+        queries: Queries,
+        current: Float[Array, "N S width"],
+    ) -> Float[Array, "N S h v"]:
+        """Gather heads, attend over owned records and own current rows, merge, expand to values."""
+        settings, dtype = self.settings, queries.nope.dtype
+        requests, rows = queries.nope.shape[:2]
+        history = gather_records(flight, layer.index, plan.slots)
+        own = jnp.repeat(current, rows, axis=0) if rows > 1 else current
+        records = settings.record.decode(jnp.concatenate([history, own], axis=1), dtype)
+        valid = jnp.concatenate([plan.slots >= 0, plan.current], axis=1)
+        q = absorb(queries, layer).reshape(requests * rows, -1, records.shape[-1])
+        if settings.layout.world == 1:
+            out, _ = sparse_attention(q, records, valid, settings.latent_width, settings.scale)
+        else:
+            out, lse = sparse_attention(
+                gather_heads(q), records, valid, settings.latent_width, settings.scale
+            )
+            out = merge_partials(out, lse, settings.comm_backend)
+        return expand_values(out, layer, dtype).reshape(requests, rows, out.shape[1], -1)
+
+
+def absorb(queries: Queries, layer: AttentionLayer) -> Float[Array, "N S h CR"]:
+    """q_nope folded with the key expansion into latent space, the roped part behind; accumulated in float32."""
+    latent = jnp.einsum(
+        "nshd,hdc->nshc", queries.nope, layer.key_expansion, preferred_element_type=jnp.float32
+    )
+    return jnp.concatenate([latent.astype(queries.rope.dtype), queries.rope], axis=-1)
+
+
+def expand_values(
+    out: Float[Array, "T h C"], layer: AttentionLayer, dtype: jnp.dtype
+) -> Float[Array, "T h v"]:
+    """Latent outputs to per-head values, accumulated in float32."""
+    return jnp.einsum(
+        "thc,hvc->thv", out.astype(dtype), layer.value_expansion, preferred_element_type=jnp.float32
+    )

@@ -1,0 +1,1 @@
+"""The HTTP server: `python -m glm_dcp_jax.serve`, OpenAI's API over an engine."""

@@ -1,0 +1,54 @@
+"""`python -m glm_dcp_jax.serve [MODEL] [flags]`."""
+
+import dataclasses
+import logging
+import sys
+from collections.abc import Sequence
+
+from glm_dcp_jax import environment
+from glm_dcp_jax.config import ConfigError
+from glm_dcp_jax.serve import flags, logs, run
+from glm_dcp_jax.serve.interface import Engine
+
+_LOG = logging.getLogger(__name__)
+_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the server. Returns the exit code: 0 after a signal, 1 if it cannot start, 2 for a wrong command line."""
+    try:
+        command = flags.parse(sys.argv[1:] if argv is None else argv, environment.has_nvidia_gpu())
+    except ConfigError as error:
+        return _fail(error, 2)
+    logs.configure(command.settings.log_level)
+    try:
+        listener = run.bind(command.settings.host, command.settings.port)
+        run.serve(_load(command), command.settings, listener)
+    except (ConfigError, OSError) as error:
+        return _fail(error, 1)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    return 0
+
+
+def _load(command: flags.Command) -> Engine:
+    """Build the engine. jax is imported here, after its environment is set up."""
+    environment.prepare(command.config.parallel.tensor_parallel_size)
+    config = command.config
+    if command.demo:
+        from glm_dcp_jax.demo import tiny_model_directory
+
+        config = dataclasses.replace(config, model=str(tiny_model_directory()))
+    _LOG.info("loading %s", config.model)
+    from glm_dcp_jax.engine.async_engine import AsyncEngine
+
+    return AsyncEngine.from_config(config)
+
+
+def _fail(error: Exception, code: int) -> int:
+    print(f"error: {error}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

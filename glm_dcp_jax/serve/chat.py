@@ -1,0 +1,113 @@
+"""POST /v1/chat/completions."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter, Response
+from fastapi import Request as HttpRequest
+
+from glm_dcp_jax.serve.chat_prompt import chat_token_ids
+from glm_dcp_jax.serve.context import Context, context_of
+from glm_dcp_jax.serve.deltas import Delta, Usage, deltas, token_ids_body
+from glm_dcp_jax.serve.disconnect import while_connected
+from glm_dcp_jax.serve.errors import ApiError, json_response
+from glm_dcp_jax.serve.event_stream import EventStream
+from glm_dcp_jax.serve.generation import Work, complete, generate
+from glm_dcp_jax.serve.limits import check_logprobs, output_budget
+from glm_dcp_jax.serve.logprobs import chat_logprobs
+from glm_dcp_jax.serve.protocol import ChatRequest
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions")
+async def create_chat_completion(request: HttpRequest, body: ChatRequest) -> Response:
+    """Answer a conversation."""
+    context = context_of(request)
+    context.require_ready()
+    chat = Chat(context, body)
+    if body.stream:
+        return EventStream(chat.stream())
+    return json_response(await while_connected(request.receive, chat.whole()))
+
+
+class Chat:
+    """One request. Raises ApiError for what can be refused without rendering the prompt."""
+
+    def __init__(self, context: Context, body: ChatRequest) -> None:
+        self._context = context
+        self._body = body
+        self._id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._head = {
+            "id": self._id,
+            "object": "chat.completion.chunk" if body.stream else "chat.completion",
+            "created": int(time.time()),
+            "model": context.model(body.model),
+        }
+        self._tokenizer = context.tokenizer("chat", "messages")
+        check_logprobs("top_logprobs", body.top_logprobs, context.settings.max_logprobs)
+        if body.top_logprobs and not body.logprobs:
+            raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer, once everything is generated."""
+        usage = Usage()
+        [output] = await complete(self._context, [await self._work()])
+        usage.see(0, output)
+        choices = []
+        for choice in output.outputs:
+            delta = Delta(0, choice, output.prompt_token_ids, first=True)
+            choices.append(self._choice(delta, message={"role": "assistant", "content": choice.text}))
+        return {**self._head, "choices": choices, "usage": usage.body()}
+
+    async def stream(self) -> AsyncGenerator[dict[str, Any], None]:
+        """The answer in chunks, as it is generated; each choice begins with its role."""
+        usage = Usage()
+        every_token = self._body.return_token_ids or self._body.logprobs
+        outputs = generate(self._context, [await self._work()])
+        async with aclosing(deltas(outputs, usage, every_token)) as new:
+            async for delta in new:
+                if delta.first:
+                    yield self._role_chunk(delta.choice.index)
+                yield {**self._head, "choices": [self._choice(delta, delta={"content": delta.choice.text})]}
+        if self._body.include_usage:
+            yield {**self._head, "choices": [], "usage": usage.body()}
+
+    async def _work(self) -> Work:
+        body, engine = self._body, self._context.engine
+        prompt = await asyncio.to_thread(
+            chat_token_ids,
+            self._tokenizer,
+            body,
+            self._context.settings.chat_template,
+            body.add_special_tokens,
+        )
+        requested = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        max_tokens = output_budget(len(prompt), requested, engine.max_model_len, "messages")
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        params = body.sampling_params(max_tokens, logprobs, detokenize=True)
+        return Work(self._id, prompt, params, blame="messages")
+
+    def _role_chunk(self, index: int) -> dict[str, Any]:
+        start = {"role": "assistant", "content": ""}
+        choice = {"index": index, "delta": start, "logprobs": None, "finish_reason": None}
+        return {**self._head, "choices": [choice]}
+
+    def _choice(self, delta: Delta, **content: dict[str, Any]) -> dict[str, Any]:
+        choice = delta.choice
+        logprobs = None
+        if self._body.logprobs and choice.logprobs is not None:
+            alternatives = self._body.top_logprobs or 0
+            logprobs = chat_logprobs(choice.token_ids, choice.logprobs, alternatives, self._tokenizer)
+        answer = {
+            "index": choice.index,
+            **content,
+            "logprobs": logprobs,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        return {**answer, **token_ids_body(delta)} if self._body.return_token_ids else answer

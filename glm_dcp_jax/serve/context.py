@@ -1,0 +1,56 @@
+"""What every endpoint works with: the engine, the settings and the metrics of one app."""
+
+import time
+from dataclasses import dataclass, field
+
+from fastapi import Request
+
+from glm_dcp_jax.engine.tokenizer import Tokenizer
+from glm_dcp_jax.serve.errors import ApiError
+from glm_dcp_jax.serve.interface import Engine
+from glm_dcp_jax.serve.metrics import Metrics
+from glm_dcp_jax.serve.settings import ServerSettings
+
+
+@dataclass(frozen=True)
+class Context:
+    """One per app. started: seconds since the epoch."""
+
+    engine: Engine
+    settings: ServerSettings
+    metrics: Metrics
+    started: int = field(default_factory=lambda: int(time.time()))
+
+    def model(self, requested: str | None) -> str:
+        """The model's name as the client calls it. Raises ApiError 404 for any other model."""
+        names = self.settings.served_model_names
+        if requested is None:
+            return names[0]
+        if requested not in names:
+            served = ", ".join(f"`{name}`" for name in names)
+            raise ApiError(f"The model `{requested}` does not exist; this server has {served}.", 404, "model")
+        return requested
+
+    def tokenizer(self, what: str, param: str | None = None) -> Tokenizer:
+        """The tokenizer. Raises ApiError 400 saying `what` needs it, if there is none."""
+        if self.engine.tokenizer is None:
+            raise ApiError(
+                f"{what} needs a tokenizer, and this model was loaded without one; "
+                "send token ids as prompt to /v1/completions",
+                param=param,
+            )
+        return self.engine.tokenizer
+
+    def require_ready(self) -> None:
+        """Raises ApiError 503 before warm-up and after the engine's death."""
+        if self.engine.is_dead:
+            raise ApiError("the engine has failed; the server must be restarted", 503)
+        if not self.engine.is_ready:
+            raise ApiError("the model is still being loaded; try again shortly", 503)
+
+
+def context_of(request: Request) -> Context:
+    """The context of the app that serves this request."""
+    context = request.app.state.context
+    assert isinstance(context, Context)
+    return context

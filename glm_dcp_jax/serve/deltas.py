@@ -1,0 +1,87 @@
+"""From cumulative outputs to what is new in them, for streams, and to token counts."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from glm_dcp_jax.engine.outputs import CompletionOutput, RequestOutput
+from glm_dcp_jax.serve.generation import Outputs
+
+
+@dataclass
+class Usage:
+    """Token counts of a request, from the latest output of each of its prompts."""
+
+    _counts: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def see(self, place: int, output: RequestOutput) -> None:
+        """Note how far prompt number `place` has come."""
+        generated = sum(len(choice.token_ids) for choice in output.outputs)
+        self._counts[place] = (len(output.prompt_token_ids), generated)
+
+    def body(self) -> dict[str, int]:
+        """`usage` of an answer."""
+        prompt = sum(count for count, _ in self._counts.values())
+        completion = sum(count for _, count in self._counts.values())
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+        }
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What is new in one choice of prompt number `place`. first: nothing of this choice came before."""
+
+    place: int
+    choice: CompletionOutput
+    prompt_token_ids: list[int]
+    first: bool
+
+
+async def deltas(outputs: Outputs, usage: Usage, every_token: bool) -> AsyncGenerator[Delta, None]:
+    """The new parts of choices that are worth an event: new text, an end, or (if every_token) new tokens."""
+    cursors: dict[tuple[int, int], _Cursor] = {}
+    async with aclosing(outputs):
+        async for place, output in outputs:
+            usage.see(place, output)
+            for choice in output.outputs:
+                cursor = cursors.setdefault((place, choice.index), _Cursor())
+                if cursor.finished:
+                    continue
+                new = cursor.advance(choice)
+                if new.text or new.finished or (every_token and new.token_ids):
+                    yield Delta(place, new, output.prompt_token_ids, cursor.first)
+                    cursor.first = False
+
+
+@dataclass
+class _Cursor:
+    """How much of one choice has been passed on."""
+
+    characters: int = 0
+    tokens: int = 0
+    finished: bool = False
+    first: bool = True
+
+    def advance(self, choice: CompletionOutput) -> CompletionOutput:
+        """The same choice with only its new text, tokens and logprobs."""
+        new = CompletionOutput(
+            index=choice.index,
+            text=choice.text[self.characters :],
+            token_ids=choice.token_ids[self.tokens :],
+            logprobs=None if choice.logprobs is None else choice.logprobs[self.tokens :],
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+        )
+        self.characters, self.tokens = len(choice.text), len(choice.token_ids)
+        self.finished = choice.finished
+        return new
+
+
+def token_ids_body(delta: Delta) -> dict[str, Any]:
+    """vLLM's `return_token_ids` fields of a choice: its tokens, and at its start the prompt's."""
+    prompt = {"prompt_token_ids": delta.prompt_token_ids} if delta.first else {}
+    return {**prompt, "token_ids": delta.choice.token_ids}

@@ -1,0 +1,115 @@
+"""Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}."""
+
+import logging
+from http import HTTPStatus
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+_LOG = logging.getLogger(__name__)
+_TYPES = {
+    400: "BadRequestError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
+_CLIENT_GONE = 499
+_SHOWN_PROBLEMS = 3
+
+
+class ApiError(Exception):
+    """An answer other than 200. param: the request field to blame, where there is one."""
+
+    def __init__(self, message: str, status: int = 400, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message, self.status, self.param = message, status, param
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """What goes over the wire."""
+        kind = _TYPES.get(self.status, HTTPStatus(self.status).phrase.replace(" ", "") + "Error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
+
+
+class ClientGone(Exception):
+    """The client closed the connection; there is nobody to answer."""
+
+
+def json_response(body: Any, status: int = 200) -> Response:
+    """A JSON body; numbers JSON cannot hold (nan, inf) become null."""
+    return Response(orjson.dumps(body), status_code=status, media_type="application/json")
+
+
+def internal_error() -> ApiError:
+    """For anything unforeseen: the details stay in the log."""
+    return ApiError("internal error; the server's log has the details", status=500)
+
+
+def install(app: FastAPI) -> None:
+    """Answer every error of the app in OpenAI's form."""
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(ClientGone, _client_gone)
+    app.add_exception_handler(RequestValidationError, _invalid_request)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _unforeseen)
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return json_response(error.body, error.status)
+
+
+async def _client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=_CLIENT_GONE)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = str(error.detail)
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        message = f"there is no {request.url.path} here; the list of paths is at /docs"
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        message = f"{request.url.path} does not take {request.method}"
+    answer = json_response(ApiError(message, error.status_code).body, error.status_code)
+    answer.headers.update(error.headers or {})
+    return answer
+
+
+async def _unforeseen(request: Request, error: Exception) -> Response:
+    answer = internal_error()
+    return json_response(answer.body, answer.status)
+
+
+async def _invalid_request(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    answer = _explain(error.errors(), request.headers.get("content-type", ""))
+    return json_response(answer.body, answer.status)
+
+
+def _explain(problems: list[Any] | tuple[Any, ...], content_type: str) -> ApiError:
+    first = problems[0]
+    if first["type"] == "json_invalid":
+        return ApiError(f"the body is not valid JSON, at character {first['loc'][-1]}: {first['ctx']['error']}")
+    if len(first["loc"]) == 1 and not _named(first):
+        hint = "" if "json" in content_type else ", sent with Content-Type: application/json"
+        return ApiError("the body must be a JSON object" + hint)
+    shown = "; ".join(f"{_field(problem)}: {_message(problem)}" for problem in problems[:_SHOWN_PROBLEMS])
+    return ApiError(shown, param=_field(first))
+
+
+def _field(problem: dict[str, Any]) -> str:
+    """`messages.0.role` from ("body", "messages", 0, "role")."""
+    return ".".join(str(part) for part in [*problem["loc"][1:], *_named(problem)])
+
+
+def _named(problem: dict[str, Any]) -> list[str]:
+    """The field that a check of a whole object blames."""
+    return [problem["ctx"]["param"]] if "param" in problem.get("ctx", {}) else []
+
+
+def _message(problem: dict[str, Any]) -> str:
+    return str(problem["msg"]).removeprefix("Value error, ")

@@ -1,0 +1,196 @@
+"""The command line of `python -m glm_dcp_jax.serve`: the engine's flags and the server's own, in vLLM's names."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from glm_dcp_jax._version import __version__
+from glm_dcp_jax.config import FLAGS, REFUSED, ConfigError, EngineConfig, Flag, engine_config
+from glm_dcp_jax.config.flags import explain_unknown, field_of, value_type
+from glm_dcp_jax.engine.sampling_params import MAX_LOGPROBS
+from glm_dcp_jax.serve.settings import LOG_LEVELS, ServerSettings
+
+DEMO_NAME = "glm-dcp-demo"
+DEMO_DEVICES = 4
+
+_REFUSED_HERE = {
+    "chat_template_content_format": "messages reach the template as plain strings",
+    "disable_log_requests": "requests are never logged, only their access lines; leave it out",
+    "enable_auto_tool_choice": "tool calls are not parsed yet",
+    "enable_log_requests": "requests are never logged, only their access lines",
+    "reasoning_parser": "reasoning is not parsed yet; it stays part of the content",
+    "ssl_certfile": "put a TLS proxy in front",
+    "ssl_keyfile": "put a TLS proxy in front",
+    "tool_call_parser": "tool calls are not parsed yet",
+    "uds": "the server listens on --host and --port only",
+}
+_VLLM_SHORT = {
+    "-pp": "pipeline_parallel_size",
+    "-dp": "data_parallel_size",
+    "-pcp": "prefill_context_parallel_size",
+    "-ep": "enable_expert_parallel",
+    "-q": "quantization",
+    "-sc": "speculative_config",
+}
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line, understood. demo: no model was named, so config.model is still to be filled in."""
+
+    config: EngineConfig
+    settings: ServerSettings
+    demo: bool
+
+
+def parse(argv: Sequence[str], has_gpu: bool) -> Command:
+    """Read a command line. Raises ConfigError for anything that cannot work; --help and --version exit."""
+    parser = _parser()
+    arguments = [_with_dashes(argument) for argument in argv]
+    _require_known(parser, arguments)
+    given = vars(parser.parse_args(arguments))
+    model = _model(given.pop("MODEL"), given.pop("model"))
+    names = given.pop("served_model_name")
+    settings = ServerSettings(
+        served_model_names=tuple(names or [model or DEMO_NAME]),
+        host=given.pop("host"),
+        port=given.pop("port"),
+        api_keys=_api_keys(given.pop("api_key")),
+        chat_template=_template(given.pop("chat_template")),
+        max_logprobs=given.pop("max_logprobs"),
+        log_level=given.pop("log_level"),
+    )
+    if model is None and not has_gpu:
+        _spread_demo(given)
+    return Command(engine_config(model or DEMO_NAME, **given), settings, demo=model is None)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m glm_dcp_jax.serve",
+        description="Serve a GLM-5.2 family checkpoint over OpenAI's API. With no MODEL, a built-in tiny model.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("MODEL", nargs="?", help="checkpoint directory, or a name in the local Hugging Face cache")
+    parser.add_argument("--version", action="version", version=__version__)
+    server = parser.add_argument_group("server")
+    server.add_argument("--model", help="the same as MODEL")
+    server.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    server.add_argument("--port", type=int, default=8000, help="port; 0 takes a free one (default: 8000)")
+    server.add_argument(
+        "--api-key", action="extend", nargs="+", help="key clients must send; repeatable (or VLLM_API_KEY)"
+    )
+    server.add_argument(
+        "--served-model-name", nargs="+", help="names the API gives the model (default: MODEL)"
+    )
+    server.add_argument("--chat-template", help="a jinja file, or the template itself, instead of the model's")
+    server.add_argument(
+        "--max-logprobs", type=int, default=MAX_LOGPROBS, help=f"most logprobs a token (default: {MAX_LOGPROBS})"
+    )
+    server.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="least level shown (default: info)")
+    engine = parser.add_argument_group("engine")
+    for flag in FLAGS:
+        _add_engine_flag(engine, flag)
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message.removeprefix('argument ')} (--help lists the flags)")
+
+
+def _add_engine_flag(group: argparse._ArgumentGroup, flag: Flag) -> None:
+    options = [flag.option, *([flag.short] if flag.short else [])]
+    kind = value_type(flag.name)
+    if kind is bool:
+        group.add_argument(*options, action="store_true", default=None, help=flag.help)
+        return
+    default = field_of(flag.name).default
+    shown = f" (default: {default})" if isinstance(default, (int, float, str)) else ""
+    convert = _length if flag.name == "max_model_len" else kind
+    group.add_argument(
+        *options,
+        type=convert,
+        choices=flag.choices or None,
+        metavar=None if flag.choices else kind.__name__.upper(),
+        help=flag.help + shown,
+    )
+
+
+def _length(text: str) -> int | None:
+    """vLLM's `auto` is our unset."""
+    if text != "auto" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a number of tokens or auto, but is {text!r}")
+    return None if text == "auto" else int(text)
+
+
+def _with_dashes(argument: str) -> str:
+    """`--max_model_len=8` is `--max-model-len=8`, as in vLLM."""
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def _require_known(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
+    """Raise ConfigError for the first flag we do not have; argparse's own message would name no alternative."""
+    options = parser._option_string_actions
+    known = {option[2:].replace("-", "_") for option in options if option.startswith("--")}
+    expects_value = False
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        is_value = expects_value and not argument.startswith("--")
+        expects_value = False
+        if name in options:
+            expects_value = options[name].nargs != 0 and "=" not in argument
+        elif argument.startswith("-") and not is_value:
+            raise ConfigError(_explain(name, known))
+
+
+def _explain(option: str, known: set[str]) -> str:
+    name = _VLLM_SHORT.get(option, option.lstrip("-").replace("-", "_").partition(".")[0])
+    positive = name.removeprefix("no_").removeprefix("disable_")
+    for candidate in (name, positive):
+        if candidate in _REFUSED_HERE:
+            return f"{option} is not supported: {_REFUSED_HERE[candidate]}"
+        if candidate in REFUSED:
+            return f"{option} is not supported: {REFUSED[candidate]}"
+    return explain_unknown(name, known)
+
+
+def _model(positional: str | None, flag: str | None) -> str | None:
+    if positional is not None and flag is not None and positional != flag:
+        raise ConfigError(f"two models are named, {positional} and {flag}; give one, as MODEL or with --model")
+    return positional if positional is not None else flag
+
+
+def _api_keys(given: list[str] | None) -> tuple[str, ...]:
+    environment = os.environ.get("VLLM_API_KEY")
+    return tuple(given or ([environment] if environment else []))
+
+
+def _template(given: str | None) -> str | None:
+    """A file's text, or the argument itself if it looks like jinja."""
+    if given is None:
+        return None
+    try:
+        if Path(given).is_file():
+            return Path(given).read_text(encoding="utf-8")
+    except OSError as error:  # a long template is no file name
+        if "{" not in given:
+            raise ConfigError(f"--chat-template {given}: {error.strerror}") from None
+    if "{" not in given:
+        raise ConfigError(f"--chat-template {given} is neither a file nor a jinja template")
+    return given
+
+
+def _spread_demo(given: dict[str, Any]) -> None:
+    """Without a GPU the built-in model shows what the engine is for: one cache over several (virtual) devices."""
+    if given["tensor_parallel_size"] is None:
+        given["tensor_parallel_size"] = DEMO_DEVICES
+    if given["decode_context_parallel_size"] is None:
+        given["decode_context_parallel_size"] = given["tensor_parallel_size"]
+

@@ -1,0 +1,95 @@
+"""Running a request's prompts on the engine, all at once, with errors and metrics as the API wants them."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from glm_dcp_jax.engine.outputs import CompletionOutput, RequestOutput
+from glm_dcp_jax.engine.sampling_params import SamplingParams
+from glm_dcp_jax.serve.context import Context
+from glm_dcp_jax.serve.errors import ApiError, internal_error
+
+Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
+
+
+@dataclass(frozen=True)
+class Work:
+    """One prompt to run. blame: the request field that an error about the prompt names."""
+
+    request_id: str
+    prompt: list[int]
+    params: SamplingParams
+    blame: str
+
+
+async def generate(context: Context, works: Sequence[Work]) -> Outputs:
+    """Run prompts concurrently: (which prompt, its cumulative output) as they come. Closing it aborts them all.
+
+    Raises ApiError, after which the others are aborted: 400 for what the engine refuses, 503 when it has died.
+    """
+    streams = [_observed(context, work) for work in works]
+    steps = {asyncio.ensure_future(_next(stream)): place for place, stream in enumerate(streams)}
+    try:
+        while steps:
+            done, _ = await asyncio.wait(steps, return_when=asyncio.FIRST_COMPLETED)
+            for step in done:
+                place = steps.pop(step)
+                output = step.result()
+                if output is not None:
+                    steps[asyncio.ensure_future(_next(streams[place]))] = place
+                    yield place, output
+    finally:
+        for step in steps:
+            step.cancel()
+        await asyncio.gather(*steps, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()
+
+
+async def complete(context: Context, works: Sequence[Work]) -> list[RequestOutput]:
+    """Run prompts to their ends; the outputs in the prompts' order. Raises as `generate`."""
+    last: dict[int, RequestOutput] = {}
+    async with aclosing(generate(context, works)) as outputs:
+        async for place, output in outputs:
+            last[place] = output
+    return [last[place] for place in range(len(works))]
+
+
+async def _next(stream: AsyncGenerator[RequestOutput, None]) -> RequestOutput | None:
+    return await anext(stream, None)
+
+
+async def _observed(context: Context, work: Work) -> AsyncGenerator[RequestOutput, None]:
+    """One prompt on the engine, counted in the metrics, its errors made ApiErrors."""
+    arrival = time.monotonic()
+    first = True
+    reasons = ["abort"] * work.params.n  # unless something better is known when this is left
+    try:
+        async with aclosing(context.engine.generate(work.prompt, work.params, work.request_id)) as outputs:
+            async for output in outputs:
+                if first and any(choice.token_ids for choice in output.outputs):
+                    first = False
+                    context.metrics.first_token(time.monotonic() - arrival)
+                if output.finished:
+                    reasons = [choice.finish_reason or "error" for choice in output.outputs]
+                    _require_success(output.outputs)
+                yield output
+    except ValueError as error:
+        reasons = []  # refused, so never begun
+        raise ApiError(str(error), param=work.blame) from error
+    except RuntimeError:
+        reasons = ["error"] * work.params.n
+        if context.engine.is_dead:
+            raise ApiError("the engine has failed; the server must be restarted", 503) from None
+        raise
+    finally:
+        if reasons:
+            context.metrics.finished(reasons, time.monotonic() - arrival)
+
+
+def _require_success(choices: Sequence[CompletionOutput]) -> None:
+    if any(choice.finish_reason == "error" for choice in choices):
+        raise internal_error()
+

@@ -1,0 +1,50 @@
+"""What the server needs of an engine, so that it can be tested without one. AsyncEngine provides it."""
+
+from collections.abc import AsyncGenerator
+from typing import Protocol
+
+from glm_dcp_jax.config import EngineConfig
+from glm_dcp_jax.engine.outputs import RequestOutput
+from glm_dcp_jax.engine.sampling_params import SamplingParams
+from glm_dcp_jax.engine.tokenizer import Tokenizer
+
+
+class EngineStats(Protocol):
+    """Counts at one moment. cache_usage: 0 to 1. prompt_tokens and generation_tokens: totals since the start."""
+
+    running: int
+    waiting: int
+    cache_usage: float
+    num_pages: int
+    prompt_tokens: int
+    generation_tokens: int
+
+
+class Engine(Protocol):
+    """An engine that runs requests concurrently on the server's event loop."""
+
+    config: EngineConfig
+    max_model_len: int
+    tokenizer: Tokenizer | None
+
+    def generate(
+        self, prompt_token_ids: list[int], params: SamplingParams, request_id: str
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Cumulative outputs, the last one finished. Closing it early aborts the request.
+
+        Raises ValueError for a request it cannot run, before the first output; RuntimeError when it has died.
+        """
+
+    def stats(self) -> EngineStats:
+        """Counts for the metrics."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Warmed up, and able to serve."""
+
+    @property
+    def is_dead(self) -> bool:
+        """Failed for good."""
+
+    def shutdown(self) -> None:
+        """Stop; running requests are aborted."""

@@ -1,0 +1,206 @@
+"""The bodies of requests, as OpenAI and vLLM name their fields. Ranges are SamplingParams' to check."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, StrictInt, model_validator
+from pydantic_core import PydanticCustomError
+
+from glm_dcp_jax.engine.sampling_params import ParameterError, SamplingParams
+from glm_dcp_jax.serve.errors import ApiError
+from glm_dcp_jax.serve.unsupported import refuse_unsupported
+
+Prompt = str | list[int]
+"""A prompt as text or as token ids."""
+
+
+def _prompts(value: Any) -> list[Prompt]:
+    """One prompt or several, each a text or a list of token ids, as a list of prompts."""
+    if isinstance(value, str) or (isinstance(value, list) and value and all(map(_is_token, value))):
+        return [value]
+    if isinstance(value, list) and value:
+        if all(isinstance(prompt, str) for prompt in value):
+            return value
+        if all(isinstance(prompt, list) and all(map(_is_token, prompt)) for prompt in value):
+            return value
+    raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists; none empty")
+
+
+def _is_token(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _stop(value: Any) -> list[str]:
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, list) or not all(isinstance(string, str) for string in strings):
+        raise ValueError("must be a string or a list of strings")
+    return strings
+
+
+def _text(value: Any) -> str:
+    """The text of a message: a string, or a list of text parts, which are joined by newlines (as in vLLM)."""
+    parts = [{"type": "text", "text": value}] if isinstance(value, str) else value
+    if not isinstance(parts, list):
+        raise ValueError("must be a string or a list of text parts")
+    texts = []
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError('only text is supported, as a string or as parts {"type": "text", "text": "..."}')
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _refuse(param: str, reason: str) -> PydanticCustomError:
+    return PydanticCustomError("refused", "{reason}", {"param": param, "reason": reason})
+
+
+class Body(BaseModel):
+    """An object of a request. Null is as good as absent; unknown fields are ignored, unsupported ones refused."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, fields: Any) -> Any:
+        refuse_unsupported(fields)
+        return {k: v for k, v in fields.items() if v is not None} if isinstance(fields, dict) else fields
+
+
+class Request(Body):
+    """Any request. model: None takes the one there is."""
+
+    model: str | None = None
+
+
+class StreamOptions(Body):
+    """include_usage: one more chunk at the end, with the token counts."""
+
+    include_usage: bool = False
+
+
+class GenerationRequest(Request):
+    """What completions and chat have in common. None stands for SamplingParams' default."""
+
+    n: StrictInt | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: StrictInt | None = None
+    min_p: float | None = None
+    seed: StrictInt | None = None
+    max_tokens: StrictInt | None = None
+    stop: Annotated[list[str], PlainValidator(_stop, json_schema_input_type=str | list[str])] = []
+    stop_token_ids: list[StrictInt] | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    return_token_ids: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="after")
+    def _stream_options_need_stream(self) -> "GenerationRequest":
+        if self.stream_options and not self.stream:
+            raise _refuse("stream_options", "can only be given when stream is true")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a usage chunk."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def sampling_params(self, max_tokens: int, logprobs: int | None, detokenize: bool) -> SamplingParams:
+        """Raises ApiError 400 for a value out of range."""
+        sampling = {
+            name: getattr(self, name)
+            for name in ("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids")
+            if getattr(self, name) is not None
+        }
+        try:
+            return SamplingParams(
+                **sampling,
+                max_tokens=max_tokens,
+                logprobs=logprobs,
+                stop=self.stop,
+                ignore_eos=self.ignore_eos,
+                include_stop_str_in_output=self.include_stop_str_in_output,
+                skip_special_tokens=self.skip_special_tokens,
+                detokenize=detokenize,
+            )
+        except ParameterError as error:
+            raise ApiError(str(error), param=error.field) from error
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions. logprobs: alternatives to report per token."""
+
+    prompt: Annotated[
+        list[Prompt],
+        PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+    ]
+    logprobs: StrictInt | None = None
+    add_special_tokens: bool = True
+
+
+class Message(Body):
+    """One turn of a conversation. reasoning_content: what an assistant thought, for templates that show it."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, PlainValidator(_text, json_schema_input_type=str | list[dict[str, Any]])]
+    reasoning_content: str | None = None
+    name: str | None = None
+
+    def for_template(self) -> dict[str, str]:
+        """What the chat template sees. `developer` is OpenAI's newer name for `system`; templates know only that."""
+        fields = self.model_dump(exclude_none=True)
+        return {**fields, "role": "system"} if self.role == "developer" else fields
+
+
+class Conversation(Request):
+    """Messages, and how the chat template makes a prompt of them."""
+
+    messages: list[Message] = Field(min_length=1)
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+    @model_validator(mode="after")
+    def _reserved_names(self) -> "Conversation":
+        reserved = {"messages", "chat_template", "add_generation_prompt", "tools", "documents", "self"}
+        for name in sorted(reserved & set(self.chat_template_kwargs or {})):
+            raise _refuse("chat_template_kwargs", f"must not hold {name}")
+        return self
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the template gets besides the messages."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**effort, **(self.chat_template_kwargs or {})}
+
+
+class ChatRequest(GenerationRequest, Conversation):
+    """POST /v1/chat/completions. top_logprobs: alternatives to report per token, when logprobs is true."""
+
+    max_completion_tokens: StrictInt | None = None
+    logprobs: bool = False
+    top_logprobs: StrictInt | None = None
+    add_special_tokens: bool = False
+
+
+class TokenizeRequest(Conversation):
+    """POST /tokenize of a text or a conversation. add_special_tokens: None adds them to texts only."""
+
+    messages: list[Message] = []
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (not self.messages):
+            raise _refuse("prompt", "give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(Request):
+    """POST /detokenize."""
+
+    tokens: list[Annotated[StrictInt, Field(ge=0)]]

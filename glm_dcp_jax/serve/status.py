@@ -1,0 +1,50 @@
+"""What the server is and how it does: models, health, version, metrics."""
+
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from glm_dcp_jax._version import __version__
+from glm_dcp_jax.serve.context import context_of
+from glm_dcp_jax.serve.errors import json_response
+
+router = APIRouter()
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> Response:
+    """The model, under each of its names."""
+    context = context_of(request)
+    cards = [
+        {
+            "id": name,
+            "object": "model",
+            "created": context.started,
+            "owned_by": "glm_dcp_jax",
+            "root": context.engine.config.model,
+            "parent": None,
+            "max_model_len": context.engine.max_model_len,
+        }
+        for name in context.settings.served_model_names
+    ]
+    return json_response({"object": "list", "data": cards})
+
+
+@router.get("/health")
+@router.get("/ping")
+@router.post("/ping")
+async def health(request: Request) -> Response:
+    """200 with an empty body when requests can be served, else 503."""
+    context_of(request).require_ready()
+    return Response()
+
+
+@router.get("/version")
+async def version() -> Response:
+    """The server's version."""
+    return json_response({"version": __version__})
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Prometheus' text format."""
+    return Response(context_of(request).metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
