@@ -18,7 +18,8 @@ What is timed, always after a warm-up of the same shape:
   so that a prefix cache, if there is one, helps both terms alike.
 
 Prefill: median of 5 calls with 1024 tokens. Decode: median of 32 steps (transformers), of 5 differences over 32
-steps (glm_dcp_jax). A busy machine shows in the load average, which is stored with the result.
+steps (glm_dcp_jax). The fastest one is printed beside the median: where the two are far apart, something else
+was running, and the comparison should be repeated on a quiet machine.
 """
 
 import argparse
@@ -37,6 +38,11 @@ PREFILL_REPEATS = 5
 DECODE_STEPS = 32
 DECODE_REPEATS = 5  # of glm_dcp_jax's differences
 VOCAB_SIZE = 8192
+THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+)  # read when torch is imported
 SIDES = {"transformers": "transformers", "ours": "glm_dcp_jax"}
 
 MODEL = {
@@ -85,7 +91,7 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def measure_transformers(checkpoint: Path, contexts: list[int], threads: int) -> dict:
+def measure_transformers(checkpoint: Path, contexts: list[int]) -> dict:
     try:
         import torch
         import transformers
@@ -94,7 +100,6 @@ def measure_transformers(checkpoint: Path, contexts: list[int], threads: int) ->
             f"{error} in {sys.executable}. The comparison needs torch and transformers (>= 5.24): "
             "pip install '.[bench]', or name an interpreter that has them with --transformers-python PATH."
         )
-    torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=torch.float32, attn_implementation="sdpa", experts_implementation="eager"
@@ -129,11 +134,14 @@ def measure_transformers(checkpoint: Path, contexts: list[int], threads: int) ->
     }
 
 
-def measure_ours(checkpoint: Path, contexts: list[int], threads: int) -> dict:
-    import jax
+def measure_ours(checkpoint: Path, contexts: list[int]) -> dict:
+    try:
+        import jax
 
-    import glm_dcp_jax
-    from glm_dcp_jax import LLM, SamplingParams
+        import glm_dcp_jax
+        from glm_dcp_jax import LLM, SamplingParams
+    except ImportError as error:
+        sys.exit(f"{error} in {sys.executable}. Install this project there: pip install -e '.[bench]'.")
 
     llm = LLM(
         model=str(checkpoint),
@@ -169,37 +177,40 @@ def measure_ours(checkpoint: Path, contexts: list[int], threads: int) -> dict:
 
 
 def run_side(side: str, workdir: Path, contexts: list[int], threads: int) -> None:
-    """Child process: measures one system and writes workdir/SIDE.json."""
+    """Child process: measures one system on `threads` cores of the CPU and writes workdir/SIDE.json."""
+    os.environ.update({name: str(threads) for name in THREAD_VARIABLES} | {"JAX_PLATFORMS": "cpu"})
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
     load = os.getloadavg()[0]
     measure = measure_transformers if side == "transformers" else measure_ours
-    result = measure(workdir / "model", contexts, threads) | {"load_average_before": load}
+    result = measure(workdir / "model", contexts) | {"load_average_before": load}
     (workdir / f"{side}.json").write_text(json.dumps(result, indent=1))
 
 
 def spawn_side(side: str, python: str, workdir: Path, contexts: list[int], threads: int) -> dict | None:
     """Runs one side in its own process; None if it failed (its message has been printed)."""
-    limits = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
-    environment = os.environ | limits | {"JAX_PLATFORMS": "cpu", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     command = [python, __file__, "--side", side, "--workdir", str(workdir), "--threads", str(threads)]
     command += ["--contexts", *map(str, contexts)]
     print(f"measuring {SIDES[side]} ...", file=sys.stderr, flush=True)
-    if subprocess.run(command, env=environment).returncode:
+    if subprocess.run(command).returncode:
         print(f"{SIDES[side]} could not be measured", file=sys.stderr)
         return None
     return json.loads((workdir / f"{side}.json").read_text())
 
 
 def print_table(results: dict[str, dict], contexts: list[int]) -> None:
-    """Prints tokens/s (and ms) of each side that was measured, and the ratio where both were."""
+    """Prints tokens/s and ms of each side that was measured, and the ratio of the medians where both were."""
     rows = {f"prefill {PREFILL_TOKENS}": (PREFILL_TOKENS, lambda side: side["prefill_seconds"])}
     for context in contexts:
         rows[f"decode at {context}"] = (1, lambda side, key=str(context): side["decode_seconds"][key])
-    print(f"{'':16}" + "".join(f"{SIDES[side]:>28}" for side in results) + f"{'ratio':>9}")
+    print("median (fastest)" + "".join(f"{SIDES[side]:>42}" for side in results) + f"{'ratio':>9}")
     for name, (tokens, times) in rows.items():
         middles = [median(times(side)) for side in results.values()]
-        cells = "".join(f"{tokens / m:>12.1f} tok/s {m * 1e3:>6.1f} ms" for m in middles)
+        fastest = [min(times(side)) for side in results.values()]
+        cells = "".join(
+            f"{tokens / m:>14.1f} tok/s {m * 1e3:>9.1f} ms ({f * 1e3:.1f})".rjust(42)
+            for m, f in zip(middles, fastest, strict=True)
+        )
         ratio = f"{middles[0] / middles[1]:>8.2f}x" if len(middles) == 2 else f"{'-':>9}"
         print(f"{name:16}{cells}{ratio}")
 

@@ -1,47 +1,79 @@
 """Write docs/flags.md from the flags' own definitions: `python scripts/make_flags_doc.py`. A test keeps it current."""
 
-import dataclasses
+import argparse
 from pathlib import Path
 
 from glm_dcp_jax.config.flags import FLAGS, REFUSED, Flag, field_of, value_type
+from glm_dcp_jax.serve import flags as server
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "flags.md"
 
 OPENING = """# Flags
 
-<!-- Written by scripts/make_flags_doc.py from glm_dcp_jax/config/flags.py; do not edit. -->
+<!-- Written by scripts/make_flags_doc.py from the flags' definitions; do not edit. -->
 
-The engine's flags: `scripts/serve MODEL --block-size 64` on the command line, and the same with underscores in Python,
-`LLM(model, block_size=64)`. Names are vLLM's wherever it has one. `scripts/serve --help` lists the HTTP server's own
-flags (host, port, keys, names) as well.
+Names are vLLM's wherever it has one. `scripts/serve --help` prints the same.
 
-| flag | value | default | what it does |
-|---|---|---|---|
+## Engine
+
+`scripts/serve MODEL --block-size 64` on the command line, and with underscores in Python: `LLM(model, block_size=64)`.
+
 """
 
-REFUSALS = """
+SERVER = """
+## Server
+
+On the command line only.
+
+"""
+
+REFUSED_FLAGS = """
 ## Refused
 
-These are known and not supported. Each is refused by name when it is given, rather than ignored.
+Known, and not supported. Each is refused by name when it is given, rather than ignored.
 
-| flag | instead |
-|---|---|
 """
 
 
-def row(flag: Flag) -> str:
-    """One line of the table of flags."""
-    name = f"`{flag.option}`" + (f", `{flag.short}`" if flag.short else "")
-    value = " \\| ".join(flag.choices) or value_type(flag.name).__name__
+def engine_row(flag: Flag) -> tuple[str, ...]:
+    """An engine flag: its spellings, what it takes, its default, what it does."""
+    kind = value_type(flag.name)
+    value = "(switch)" if kind is bool else " or ".join(flag.choices) or kind.__name__
     default = field_of(flag.name).default
-    shown = "" if default in (None, (), dataclasses.MISSING) else f"`{default}`"
-    return f"| {name} | {value} | {shown} | {flag.help} |\n"
+    shown = f"`{default}`" if isinstance(default, int | float | str) and kind is not bool else ""
+    return ", ".join(f"`{name}`" for name in (flag.option, flag.short) if name), value, shown, flag.help
+
+
+def server_rows() -> list[tuple[str, ...]]:
+    """The flags that the server adds to the engine's; argparse has no public way to list them."""
+    engine = {flag.option for flag in FLAGS}
+    own = [
+        action
+        for action in server._parser()._actions
+        if action.option_strings
+        and not engine & set(action.option_strings)
+        and action.default is not argparse.SUPPRESS
+    ]
+    return [(f"`{action.option_strings[0]}`", action.help or "") for action in own]
+
+
+def table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A Markdown table."""
+    return "".join(f"| {' | '.join(row)} |\n" for row in [heads, ("---",) * len(heads), *rows])
 
 
 def document() -> str:
     """All of docs/flags.md."""
-    refused = (f"| `--{name.replace('_', '-')}` | {why} |\n" for name, why in sorted(REFUSED.items()))
-    return OPENING + "".join(map(row, FLAGS)) + REFUSALS + "".join(refused)
+    refused = [
+        (f"`--{name.replace('_', '-')}`", why) for name, why in (REFUSED | server._REFUSED_HERE).items()
+    ]
+    return "".join(
+        [
+            OPENING + table(("flag", "value", "default", "what it does"), [engine_row(f) for f in FLAGS]),
+            SERVER + table(("flag", "what it does"), server_rows()),
+            REFUSED_FLAGS + table(("flag", "instead"), sorted(refused)),
+        ]
+    )
 
 
 if __name__ == "__main__":

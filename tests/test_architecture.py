@@ -22,7 +22,7 @@ FOLDERS = (PACKAGE, "tests", "scripts", "docs", ".ci")
 TEXT_SUFFIXES = {"", ".cfg", ".ini", ".jinja", ".json", ".md", ".py", ".sh", ".toml", ".txt", ".yaml", ".yml"}
 FORBIDDEN = {
     "a path of one machine": re.compile(r"(?<![\w.~}\)])/(?:home|root|mnt|Users|work|opt)/\w"),
-    "a package index": re.compile(r"\bpypi\.|pythonhosted\.|\bindex.url\b|/simple/", re.IGNORECASE),
+    "a package index": re.compile(r"\bpypi\.|pythonhosted\.|\bindex.url\b|/simple[/]", re.IGNORECASE),
 }
 NO_JAX = (PACKAGE, "config", "environment", "cache.placement", "cache.allocator")
 

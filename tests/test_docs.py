@@ -19,6 +19,13 @@ def test_flags_are_documented_as_they_are():
     )
 
 
+def test_readme_names_only_flags_that_exist():
+    known = set(re.findall(r"`(--?[\w-]+)`", (ROOT / "docs" / "flags.md").read_text()))
+    named = set(re.findall(r"(?<=[\s`])--[\w-]+", (ROOT / "README.md").read_text()))
+    assert "--tensor-parallel-size" in named
+    assert named - known - {"--help", "--platform"} == set()
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(document):
     links = re.findall(r"\]\((?!https?://)([^)#]+)", document.read_text())

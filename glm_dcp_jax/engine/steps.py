@@ -67,13 +67,10 @@ class CompiledSteps:
             network = nnx.merge(definition, parameters)
             return network.step(pools, (block,), logit_rows, (path,), settings, wanted.capture)
 
-        specs = jax.tree.map(
-            lambda leaf: leaf.get_value(), self.shape.specs, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
-        )
         return jax.shard_map(
             on_device,
             mesh=self.mesh,
-            in_specs=(specs, POOL_SPECS, P(), P()),
+            in_specs=(self.shape.specs, POOL_SPECS, P(), P()),
             out_specs=StepOutput(P(), POOL_SPECS, P(), P()),
             check_vma=False,
         )

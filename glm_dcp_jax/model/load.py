@@ -4,6 +4,7 @@ Each parameter says which tensors it is made of (parameters.Source). A device's 
 tensors, zero-padded, moved, and forgotten, so host memory stays near one shard of one layer's parameter.
 """
 
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,12 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
 from glm_dcp_jax.config import ModelConfig, Run
-from glm_dcp_jax.model.network import NetworkShape
+from glm_dcp_jax.model.network import NetworkShape, is_variable
 from glm_dcp_jax.model.parameters import Source
 from glm_dcp_jax.model.safetensors_reader import Checkpoint, verify
 
@@ -30,9 +30,9 @@ def load_parameters(checkpoint: Checkpoint, config: ModelConfig, shape: NetworkS
 
     Raises CheckpointError naming missing, unexpected, mis-shaped or truncated tensors before anything is loaded.
     """
-    leaves, tree = jax.tree.flatten(shape.parameters, is_leaf=_is_variable)
-    specs = jax.tree.leaves(shape.specs, is_leaf=_is_variable)
-    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(shape.parameters, is_leaf=_is_variable)[0]]
+    leaves, tree = jax.tree.flatten(shape.parameters, is_leaf=is_variable)
+    specs = jax.tree.leaves(shape.specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(shape.parameters, is_leaf=is_variable)[0]]
     runs = [_run_of(path, config) for path in paths]
     members = [_member_of(path) for path in paths]
     verify(_expected(leaves, runs, members), checkpoint, ignored=_ignored(config))
@@ -40,14 +40,10 @@ def load_parameters(checkpoint: Checkpoint, config: ModelConfig, shape: NetworkS
     loaded = []
     parts = list(zip(leaves, specs, runs, members, strict=True))
     for leaf, spec, run, member in tqdm(parts, desc="Loading weights", unit="param", mininterval=1.0):
-        sharding = NamedSharding(mesh, spec.get_value())
+        sharding = NamedSharding(mesh, spec)
         names = [_names(leaf.get_metadata("source"), run, group, member) for group in _groups(run)]
         loaded.append(leaf.replace(_load_parameter(checkpoint, leaf, names, sharding)))
     return jax.tree.unflatten(tree, loaded)
-
-
-def _is_variable(leaf: Any) -> bool:
-    return isinstance(leaf, nnx.Variable)
 
 
 def _keys(path: tuple) -> list:
@@ -118,13 +114,22 @@ def _load_parameter(
     source, dtype = leaf.get_metadata("source"), leaf.dtype
     if len(names) == 1:
         return _load_group(checkpoint, source, names[0], leaf.shape, dtype, sharding)
-    inner = NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[1:]))
-    whole = jax.jit(lambda: jnp.zeros(leaf.shape, dtype), out_shardings=sharding)()
-    update = jax.jit(lambda whole, part, group: whole.at[group].set(part), donate_argnums=0)
+    inner = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+    whole = _zeros(leaf.shape, dtype, sharding)
     for group, group_names in enumerate(names):
         part = _load_group(checkpoint, source, group_names, leaf.shape[1:], dtype, inner)
-        whole = update(whole, part, group)
+        whole = _set_group(whole, part, group)
     return whole
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _zeros(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> jax.Array:
+    return jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), sharding)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _set_group(whole: jax.Array, part: jax.Array, group: int) -> jax.Array:
+    return whole.at[group].set(part)
 
 
 def _load_group(

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from glm_dcp_jax.cache.pools import Pools
@@ -71,7 +73,10 @@ class Network(nnx.Module):
             )
             records.append(run_records)
             traces.append(trace)
-        ckv = commit_records(pools.ckv, slots, jnp.concatenate(records))
+        # The write must wait for the last layer's read of the pool, else XLA copies the pool. Only a dependency that it
+        # cannot fold away orders them; this one also keeps records of a row that went non-finite out of the cache.
+        finite = jnp.isfinite(x).all(axis=1)
+        ckv = commit_records(pools.ckv, jnp.where(finite, slots, -1), jnp.concatenate(records))
         return StepOutput(
             self.logits(x[logit_rows]),
             Pools(ckv, index_keys),
@@ -156,22 +161,35 @@ def _run(
 
 
 class NetworkShape(NamedTuple):
-    """The network before any array exists. definition: nnx graph. parameters: nnx.State of ShapeDtypeStructs. specs: same tree."""
+    """The network before any array exists.
+
+    definition: the nnx graph. parameters: nnx.State of ShapeDtypeStructs. specs: a PartitionSpec for each parameter.
+    """
 
     definition: Any
     parameters: Any
     specs: Any
 
+    def on(self, mesh: Mesh) -> Any:
+        """The parameters' shapes with their shardings on a mesh: what ahead-of-time compilation needs."""
+
+        def place(variable: nnx.Variable, spec: P) -> nnx.Variable:
+            leaf = variable.get_value()
+            sharding = NamedSharding(mesh, spec)
+            return variable.replace(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding))
+
+        return jax.tree.map(place, self.parameters, self.specs, is_leaf=is_variable)
+
+
+def is_variable(leaf: Any) -> bool:
+    """Whether a tree's node is one parameter with its metadata."""
+    return isinstance(leaf, nnx.Variable)
+
 
 def abstract_network(config: ModelConfig, dtype: Any, tp: int) -> NetworkShape:
     """Shapes first: what parameters there are, and how each lies on the mesh."""
-    model = nnx.eval_shape(lambda: Network(config, dtype, tp))
-    definition, parameters = nnx.split(model)
-
-    def spec(variable: nnx.Variable) -> nnx.Variable:
-        return variable.replace(spec_of(variable.get_metadata("axes")))
-
-    specs = jax.tree.map(spec, parameters, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    definition, parameters = nnx.split(nnx.eval_shape(lambda: Network(config, dtype, tp)))
+    specs = jax.tree.map(
+        lambda variable: spec_of(variable.get_metadata("axes")), parameters, is_leaf=is_variable
+    )
     return NetworkShape(definition, parameters, specs)
-
-

@@ -57,7 +57,8 @@ class ContextPrefill(_Prefill):
         settings, dtype = self.settings, queries.nope.dtype
         selection, block = plan
         history = self._in_position_order(self._pages(flight, layer, block))
-        context = settings.record.decode(_place_chunk(history, current, block), dtype)
+        history = _committed(history, jnp.arange(history.shape[1]), block)
+        context = settings.record.decode(_place(history, current, block.positions, block.valid), dtype)
         if selection.mask is not None:
             dense = jax.vmap(expanded_attention, in_axes=(0, 0, 0, None, None, 0, None))
             return dense(
@@ -127,17 +128,27 @@ class QueriesPrefill(_Prefill):
         """This rank's records in local order: committed pages with the chunk's own rows laid in."""
         layout = self.settings.layout
         pages = self._pages(flight, layer, block)
+        pages = _committed(pages, layout.position(rank, jnp.arange(pages.shape[1])), block)
         mine = block.valid & (layout.owner(block.positions) == rank)
-        targets = jnp.where(mine, layout.local(block.positions), pages.shape[1])
-        return jax.vmap(lambda own, at, rows: own.at[at].set(rows, mode="drop"))(pages, targets, current)
+        return _place(pages, current, layout.local(block.positions), mine)
 
 
-def _place_chunk(
-    history: Float[Array, "N L width"], current: Float[Array, "N S width"], block: Block
+def _committed(
+    context: Float[Array, "N L width"], positions: Int[Array, " L"], block: Block
 ) -> Float[Array, "N L width"]:
-    """Lay each request's current rows at their positions; padded rows fall past the end and are dropped."""
-    targets = jnp.where(block.valid, block.positions, history.shape[1])
-    return jax.vmap(lambda context, at, rows: context.at[at].set(rows, mode="drop"))(history, targets, current)
+    """Zero what no earlier step of the request wrote: stale pages may hold anything, and 0 * NaN is NaN."""
+    return jnp.where((positions < block.start[:, None])[:, :, None], context, 0)
+
+
+def _place(
+    context: Float[Array, "N L width"],
+    current: Float[Array, "N S width"],
+    at: Int[Array, "N S"],
+    wanted: Bool[Array, "N S"],
+) -> Float[Array, "N L width"]:
+    """Lay the wanted current rows into each request's context; the others fall past the end and are dropped."""
+    targets = jnp.where(wanted, at, context.shape[1])
+    return jax.vmap(lambda own, to, rows: own.at[to].set(rows, mode="drop"))(context, targets, current)
 
 
 def _attend_selected(

@@ -39,10 +39,16 @@ def _load(command: flags.Command) -> Engine:
         from glm_dcp_jax.demo import tiny_model_directory
 
         config = dataclasses.replace(config, model=str(tiny_model_directory()))
-    _LOG.info("loading %s", config.model)
     from glm_dcp_jax.engine.async_engine import AsyncEngine
+    from glm_dcp_jax.model.locate import ModelNotFound
+    from glm_dcp_jax.model.safetensors_reader import CheckpointError
 
-    return AsyncEngine.from_config(config)
+    _LOG.info("loading %s", config.model)
+    try:
+        engine: Engine = AsyncEngine.from_config(config)
+    except (ModelNotFound, CheckpointError) as error:
+        raise ConfigError(str(error)) from error
+    return engine
 
 
 def _fail(error: Exception, code: int) -> int:

@@ -31,8 +31,8 @@ async def create_chat_completion(request: HttpRequest, body: ChatRequest) -> Res
     context.require_ready()
     chat = Chat(context, body)
     if body.stream:
-        return EventStream(chat.stream())
-    return json_response(await while_connected(request.receive, chat.whole()))
+        return EventStream(chat.stream(), context.stopping)
+    return json_response(await while_connected(request.receive, context.stopping, chat.whole()))
 
 
 class Chat:
@@ -61,7 +61,7 @@ class Chat:
         choices = []
         for choice in output.outputs:
             delta = Delta(0, choice, output.prompt_token_ids, first=True)
-            choices.append(self._choice(delta, message={"role": "assistant", "content": choice.text}))
+            choices.append(self._choice(delta, {"message": {"role": "assistant", "content": choice.text}}))
         return {**self._head, "choices": choices, "usage": usage.body()}
 
     async def stream(self) -> AsyncGenerator[dict[str, Any], None]:
@@ -73,7 +73,10 @@ class Chat:
             async for delta in new:
                 if delta.first:
                     yield self._role_chunk(delta.choice.index)
-                yield {**self._head, "choices": [self._choice(delta, delta={"content": delta.choice.text})]}
+                yield {
+                    **self._head,
+                    "choices": [self._choice(delta, {"delta": {"content": delta.choice.text}})],
+                }
         if self._body.include_usage:
             yield {**self._head, "choices": [], "usage": usage.body()}
 
@@ -97,7 +100,7 @@ class Chat:
         choice = {"index": index, "delta": start, "logprobs": None, "finish_reason": None}
         return {**self._head, "choices": [choice]}
 
-    def _choice(self, delta: Delta, **content: dict[str, Any]) -> dict[str, Any]:
+    def _choice(self, delta: Delta, content: dict[str, Any]) -> dict[str, Any]:
         choice = delta.choice
         logprobs = None
         if self._body.logprobs and choice.logprobs is not None:

@@ -31,8 +31,8 @@ async def create_completion(request: HttpRequest, body: CompletionRequest) -> Re
     context.require_ready()
     completion = Completion(context, body)
     if body.stream:
-        return EventStream(completion.stream())
-    return json_response(await while_connected(request.receive, completion.whole()))
+        return EventStream(completion.stream(), context.stopping)
+    return json_response(await while_connected(request.receive, context.stopping, completion.whole()))
 
 
 class Completion:
@@ -84,7 +84,9 @@ class Completion:
         if isinstance(prompt, list):
             return prompt
         try:
-            return self._context.tokenizer("a text prompt", "prompt").encode(prompt, self._body.add_special_tokens)
+            return self._context.tokenizer("a text prompt", "prompt").encode(
+                prompt, self._body.add_special_tokens
+            )
         except ValueError as error:
             raise ApiError(str(error), param="prompt") from error
 

@@ -1,5 +1,6 @@
 """What every endpoint works with: the engine, the settings and the metrics of one app."""
 
+import asyncio
 import time
 from dataclasses import dataclass, field
 
@@ -14,12 +15,13 @@ from glm_dcp_jax.serve.settings import ServerSettings
 
 @dataclass(frozen=True)
 class Context:
-    """One per app. started: seconds since the epoch."""
+    """One per app. started: seconds since the epoch. stopping: set to end what still runs."""
 
     engine: Engine
     settings: ServerSettings
     metrics: Metrics
     started: int = field(default_factory=lambda: int(time.time()))
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
     def model(self, requested: str | None) -> str:
         """The model's name as the client calls it. Raises ApiError 404 for any other model."""

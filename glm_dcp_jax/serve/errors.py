@@ -1,6 +1,6 @@
 """Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}."""
 
-import logging
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -9,7 +9,6 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-_LOG = logging.getLogger(__name__)
 _TYPES = {
     400: "BadRequestError",
     404: "NotFoundError",
@@ -90,10 +89,12 @@ async def _invalid_request(request: Request, error: Exception) -> Response:
     return json_response(answer.body, answer.status)
 
 
-def _explain(problems: list[Any] | tuple[Any, ...], content_type: str) -> ApiError:
+def _explain(problems: Sequence[Any], content_type: str) -> ApiError:
     first = problems[0]
     if first["type"] == "json_invalid":
-        return ApiError(f"the body is not valid JSON, at character {first['loc'][-1]}: {first['ctx']['error']}")
+        return ApiError(
+            f"the body is not valid JSON, at character {first['loc'][-1]}: {first['ctx']['error']}"
+        )
     if len(first["loc"]) == 1 and not _named(first):
         hint = "" if "json" in content_type else ", sent with Content-Type: application/json"
         return ApiError("the body must be a JSON object" + hint)

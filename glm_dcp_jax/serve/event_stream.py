@@ -1,5 +1,6 @@
 """Server-sent events that can still fail properly: the status line waits for the first event."""
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -19,41 +20,50 @@ _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-con
 class EventStream(Response):
     """Sends each object of `events` as one `data:` line, then `data: [DONE]`.
 
-    An ApiError before the first event is an ordinary error answer; later it is an event, and the stream ends. When
-    the client goes away, `events` is closed, which aborts what it runs.
+    An error before the first event is an ordinary error answer; later it is an event, and the stream ends. When the
+    client goes away or `stopping` is set, `events` is closed, which aborts what it runs.
     """
 
-    def __init__(self, events: AsyncGenerator[dict[str, Any], None]) -> None:
+    def __init__(self, events: AsyncGenerator[dict[str, Any], None], stopping: asyncio.Event) -> None:
         super().__init__(media_type="text/event-stream")
         self._events = events
+        self._stopping = stopping
+        self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Stream until the events or the client are gone."""
         try:
-            await while_connected(receive, self._stream(scope, receive, send))
+            await while_connected(receive, self._stopping, self._send_events(send))
         except ClientGone:
-            pass  # the generator is closed by now, and there is nobody to tell
+            return
+        except ApiError as error:
+            await self._fail(error, scope, receive, send)
+        except Exception:
+            _LOG.exception("a streamed request failed")
+            await self._fail(internal_error(), scope, receive, send)
+        else:
+            await _end(send)
 
-    async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started = False
-        try:
-            async with aclosing(self._events) as events:
-                async for event in events:
-                    if not started:
-                        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-                        started = True
-                    await _send(send, orjson.dumps(event))
-        except Exception as error:
-            if not isinstance(error, ApiError):
-                _LOG.exception("a streamed request failed")
-            answer = error if isinstance(error, ApiError) else internal_error()
-            if not started:
-                await json_response(answer.body, answer.status)(scope, receive, send)
-                return
-            await _send(send, orjson.dumps(answer.body))
-        await _send(send, b"[DONE]")
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+    async def _send_events(self, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            async for event in events:
+                if not self._started:
+                    self._started = True
+                    await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+                await _send(send, orjson.dumps(event))
+
+    async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._started:
+            await _send(send, orjson.dumps(error.body))
+            await _end(send)
+        else:
+            await json_response(error.body, error.status)(scope, receive, send)
 
 
 async def _send(send: Send, data: bytes) -> None:
     await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+
+
+async def _end(send: Send) -> None:
+    await _send(send, b"[DONE]")
+    await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -74,11 +74,15 @@ def _parser() -> argparse.ArgumentParser:
         description="Serve a GLM-5.2 family checkpoint over OpenAI's API. With no MODEL, a built-in tiny model.",
         allow_abbrev=False,
     )
-    parser.add_argument("MODEL", nargs="?", help="checkpoint directory, or a name in the local Hugging Face cache")
+    parser.add_argument(
+        "MODEL", nargs="?", help="checkpoint directory, or a name in the local Hugging Face cache"
+    )
     parser.add_argument("--version", action="version", version=__version__)
     server = parser.add_argument_group("server")
     server.add_argument("--model", help="the same as MODEL")
-    server.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    server.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: this machine only)"
+    )
     server.add_argument("--port", type=int, default=8000, help="port; 0 takes a free one (default: 8000)")
     server.add_argument(
         "--api-key", action="extend", nargs="+", help="key clients must send; repeatable (or VLLM_API_KEY)"
@@ -86,11 +90,18 @@ def _parser() -> argparse.ArgumentParser:
     server.add_argument(
         "--served-model-name", nargs="+", help="names the API gives the model (default: MODEL)"
     )
-    server.add_argument("--chat-template", help="a jinja file, or the template itself, instead of the model's")
     server.add_argument(
-        "--max-logprobs", type=int, default=MAX_LOGPROBS, help=f"most logprobs a token (default: {MAX_LOGPROBS})"
+        "--chat-template", help="a jinja file, or the template itself, instead of the model's"
     )
-    server.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="least level shown (default: info)")
+    server.add_argument(
+        "--max-logprobs",
+        type=int,
+        default=MAX_LOGPROBS,
+        help=f"most logprobs a token (default: {MAX_LOGPROBS})",
+    )
+    server.add_argument(
+        "--log-level", choices=LOG_LEVELS, default="info", help="least level shown (default: info)"
+    )
     engine = parser.add_argument_group("engine")
     for flag in FLAGS:
         _add_engine_flag(engine, flag)
@@ -163,7 +174,9 @@ def _explain(option: str, known: set[str]) -> str:
 
 def _model(positional: str | None, flag: str | None) -> str | None:
     if positional is not None and flag is not None and positional != flag:
-        raise ConfigError(f"two models are named, {positional} and {flag}; give one, as MODEL or with --model")
+        raise ConfigError(
+            f"two models are named, {positional} and {flag}; give one, as MODEL or with --model"
+        )
     return positional if positional is not None else flag
 
 
@@ -193,4 +206,3 @@ def _spread_demo(given: dict[str, Any]) -> None:
         given["tensor_parallel_size"] = DEMO_DEVICES
     if given["decode_context_parallel_size"] is None:
         given["decode_context_parallel_size"] = given["tensor_parallel_size"]
-

@@ -92,4 +92,3 @@ async def _observed(context: Context, work: Work) -> AsyncGenerator[RequestOutpu
 def _require_success(choices: Sequence[CompletionOutput]) -> None:
     if any(choice.finish_reason == "error" for choice in choices):
         raise internal_error()
-

@@ -4,7 +4,11 @@ from glm_dcp_jax.serve.errors import ApiError
 
 
 def output_budget(
-    prompt_tokens: int, requested: int | None, max_model_len: int, prompt_param: str, default: int | None = None
+    prompt_tokens: int,
+    requested: int | None,
+    max_model_len: int,
+    prompt_param: str,
+    default: int | None = None,
 ) -> int:
     """The number of tokens to generate: what was asked for, else `default` as far as it fits (None: all there is).
 

@@ -22,7 +22,9 @@ def _prompts(value: Any) -> list[Prompt]:
             return value
         if all(isinstance(prompt, list) and all(map(_is_token, prompt)) for prompt in value):
             return value
-    raise ValueError("must be a string, a list of strings, a list of token ids or a list of such lists; none empty")
+    raise ValueError(
+        "must be a string, a list of strings, a list of token ids or a list of such lists; none empty"
+    )
 
 
 def _is_token(value: Any) -> bool:
@@ -44,7 +46,9 @@ def _text(value: Any) -> str:
     texts = []
     for part in parts:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError('only text is supported, as a string or as parts {"type": "text", "text": "..."}')
+            raise ValueError(
+                'only text is supported, as a string or as parts {"type": "text", "text": "..."}'
+            )
         texts.append(part["text"])
     return "\n".join(texts)
 

@@ -4,20 +4,21 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import uvicorn
-from fastapi import FastAPI
 
 from glm_dcp_jax.config import ConfigError
 from glm_dcp_jax.serve.app import create_app
+from glm_dcp_jax.serve.context import Context
 from glm_dcp_jax.serve.interface import Engine
 from glm_dcp_jax.serve.settings import ServerSettings
 
 _LOG = logging.getLogger(__name__)
+_READY_POLL_SECONDS = 0.1
 _DRAIN_SECONDS = 5
 """How long running requests may go on after SIGINT or SIGTERM; a second signal ends them at once."""
+_ABORT_SECONDS = 3
+"""How long the engine may take to let go of the rest."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -25,19 +26,57 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}: {error.strerror}; choose another --host") from None
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
         listener.bind(address)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host} port {port} ({error.strerror}); choose another --port or --host")
+        listener.close()
+        reason = f"cannot listen on {host} port {port} ({error.strerror})"
+        raise ConfigError(f"{reason}; choose another --port or --host") from None
     return listener
 
 
 def serve(engine: Engine, settings: ServerSettings, listener: socket.socket) -> None:
-    """Serve until SIGINT or SIGTERM, then let running requests finish for a few seconds and shut the engine down."""
+    """Serve until SIGINT or SIGTERM, then give running requests a few seconds and shut the engine down."""
     app = create_app(engine, settings)
-    config = uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=_DRAIN_SECONDS)
-    server = _Server(config, engine, _url(settings.host, listener))
-    # uvicorn raises the signal again when it is done; by then it has done its work.
+    config = uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=_DRAIN_SECONDS + _ABORT_SECONDS)
+    # uvicorn stops on these signals and then raises them again, when there is nothing left to do.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
-    server.run(sockets=[listener])
+    greeting = f"{settings.served_model_names[0]} is ready at {url(settings.host, listener)}/v1"
+    _Server(config, app.state.context, greeting).run(sockets=[listener])
+
+
+def url(host: str, listener: socket.socket) -> str:
+    """Where clients find the server."""
+    port = listener.getsockname()[1]
+    return f"http://[{host}]:{port}" if listener.family == socket.AF_INET6 else f"http://{host}:{port}"
+
+
+class _Server(uvicorn.Server):
+    """Logs `greeting` once it listens and the engine has warmed up; ends running requests when it is to stop."""
+
+    def __init__(self, config: uvicorn.Config, context: Context, greeting: str) -> None:
+        super().__init__(config)
+        self._context = context
+        self._greeting = greeting
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
+        await super().startup(sockets)
+        self._greeter = asyncio.create_task(self._greet())
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take no more requests, wait for the running ones for a while, then end them."""
+        timer = asyncio.get_running_loop().call_later(_DRAIN_SECONDS, self._context.stopping.set)
+        await super().shutdown(sockets)
+        timer.cancel()
+
+    async def _greet(self) -> None:
+        engine = self._context.engine
+        while not (engine.is_ready or engine.is_dead):
+            await asyncio.sleep(_READY_POLL_SECONDS)
+        if engine.is_ready:
+            _LOG.info(self._greeting)

@@ -39,7 +39,8 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     unknown = next((id for id in body.tokens if id >= tokenizer.vocab_size), None)
     if unknown is not None:
         raise ApiError(
-            f"token id {unknown} is not in the vocabulary, which ends at {tokenizer.vocab_size - 1}", param="tokens"
+            f"token id {unknown} is not in the vocabulary, which ends at {tokenizer.vocab_size - 1}",
+            param="tokens",
         )
     text = await asyncio.to_thread(tokenizer.decode, body.tokens, skip_special_tokens=False)
     return json_response({"prompt": text})

@@ -64,4 +64,3 @@ def refuse_unsupported(fields: Any) -> None:
                 raise PydanticCustomError(
                     "unsupported", "is not supported by this server; leave it out", {"param": name}
                 )
-

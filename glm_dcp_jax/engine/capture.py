@@ -1,0 +1,99 @@
+"""Looking inside: logits of every prompt token, and on request hidden states, selections and router choices."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from glm_dcp_jax.cache.allocator import PageTable
+from glm_dcp_jax.engine.engine import Engine
+from glm_dcp_jax.engine.runner import Line
+
+
+@dataclass(frozen=True)
+class Capture:
+    """One sequence of T tokens through the network.
+
+    logits: [T, V] float32. hidden: [layers + 1, T, H] float32, the embedding, then each layer's output.
+    selections: {Full layer: [T, K] int32}, positions ascending, -1 behind. router_ids, router_weights: {layer with
+    experts: [T, experts per token]}, ids ascending.
+    """
+
+    logits: np.ndarray
+    hidden: np.ndarray
+    selections: dict[int, np.ndarray]
+    router_ids: dict[int, np.ndarray]
+    router_weights: dict[int, np.ndarray]
+
+
+def compute_logits(engine: Engine, token_ids: list[int], capture: bool) -> np.ndarray | Capture:
+    """Prefill token_ids through the paged cache in chunks, as serving does. The engine must be idle.
+
+    Raises ValueError for prompts that cannot run and RuntimeError while requests are running.
+    """
+    if engine.has_unfinished:
+        raise RuntimeError("compute_logits needs an idle engine; finish or abort the running requests first")
+    engine.check_prompt(token_ids[:1])
+    engine.check_prompt(token_ids[: engine.max_model_len - 1])
+    if len(token_ids) > engine.max_model_len:
+        raise ValueError(f"{len(token_ids)} tokens exceed max_model_len {engine.max_model_len}")
+    table = PageTable(engine.scheduler.allocator, engine.runner.layout)
+    table.grow(len(token_ids))
+    parts = []
+    try:
+        chunk = engine.runner.buckets.largest_chunk
+        for start in range(0, len(token_ids), chunk):
+            line = Line(token_ids[start : start + chunk], start, table.pages)
+            _, out = engine.runner.prefill([line], all_logits=True, capture=capture)
+            count = len(line.tokens)
+            logits = np.asarray(out.logits[:count])
+            parts.append(_unpack(engine, out, logits, count) if capture else logits)
+    finally:
+        table.release()
+    return _join(parts) if capture else np.concatenate(parts)
+
+
+def _unpack(engine: Engine, out: Any, logits: np.ndarray, rows: int) -> Capture:
+    """One chunk's traces by layer. Traces are stacked by run: [groups, members of a group, rows, ...]."""
+    model = engine.model_config
+    hidden = [np.asarray(out.embedded, np.float32)[:rows]]
+    selections, router_ids, router_weights = {}, {}, {}
+    for run, trace in zip(model.runs, out.traces, strict=True):
+        for group in range(run.num_groups):
+            selection = trace.selections[0]
+            chosen = selection.positions if selection.mask is None else selection.mask
+            one = np.asarray(chosen[group])[0][:rows]
+            selections[run.layer(group, 0)] = _ascending(one, selection.mask is not None, model.index_topk)
+            experts = iter(range(sum(run.sparse)))
+            for member, sparse in enumerate(run.sparse):
+                hidden.append(np.asarray(trace.hidden[group][member], np.float32)[:rows])
+                if sparse:
+                    layer, at = run.layer(group, member), next(experts)
+                    ids = np.asarray(trace.experts[group][at])[:rows]
+                    order = np.argsort(ids, axis=1)
+                    router_ids[layer] = np.take_along_axis(ids, order, axis=1)
+                    weights = np.asarray(trace.weights[group][at])[:rows]
+                    router_weights[layer] = np.take_along_axis(weights, order, axis=1)
+    return Capture(logits, np.stack(hidden), selections, router_ids, router_weights)
+
+
+def _ascending(chosen: np.ndarray, is_mask: bool, k: int) -> np.ndarray:
+    """Positions or a mask as positions ascending, -1 behind, [rows, k]."""
+    found = np.full((len(chosen), k), -1, np.int32)
+    for row, entry in enumerate(chosen):
+        positions = np.flatnonzero(entry) if is_mask else np.sort(entry[entry >= 0])
+        found[row, : len(positions)] = positions
+    return found
+
+
+def _join(parts: list[Capture]) -> Capture:
+    along = lambda name: {  # noqa: E731
+        layer: np.concatenate([getattr(part, name)[layer] for part in parts]) for layer in getattr(parts[0], name)
+    }
+    return Capture(
+        np.concatenate([part.logits for part in parts]),
+        np.concatenate([part.hidden for part in parts], axis=1),
+        along("selections"),
+        along("router_ids"),
+        along("router_weights"),
+    )

@@ -1,0 +1,154 @@
+"""The device side of an engine: weights, pools and compiled steps. Batches in, logits out."""
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from tqdm import tqdm
+
+from glm_dcp_jax.cache.capacity import resolve_max_model_len
+from glm_dcp_jax.cache.placement import Layout
+from glm_dcp_jax.cache.pools import POOL_SPECS, Pools, make_pools, pool_shapes
+from glm_dcp_jax.cache.records import RecordFormat
+from glm_dcp_jax.config import EngineConfig, ModelConfig
+from glm_dcp_jax.engine.buckets import Buckets
+from glm_dcp_jax.engine.memory import number_of_pages
+from glm_dcp_jax.engine.steps import CompiledSteps, StepShape
+from glm_dcp_jax.model.load import load_parameters
+from glm_dcp_jax.model.network import StepOutput, abstract_network
+from glm_dcp_jax.model.safetensors_reader import Checkpoint
+from glm_dcp_jax.parallel.attention import AttentionSettings
+from glm_dcp_jax.parallel.batch import Block
+from glm_dcp_jax.parallel.mesh import make_mesh
+
+_log = logging.getLogger(__name__)
+
+
+class Line(NamedTuple):
+    """One request's part of a step: its tokens, the position of the first, and its page table."""
+
+    tokens: Sequence[int]
+    start: int
+    pages: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """What `auto` came to. compute: weights and activations. record: the cache."""
+
+    compute: Any
+    record: str
+
+    @staticmethod
+    def of(config: EngineConfig, model: ModelConfig, platform: str) -> "Dtypes":
+        """auto is the checkpoint's dtype on GPUs and float32 on CPU, where bfloat16 is slower; float16 records are kept as float32."""
+        name = config.dtype
+        if name == "auto":
+            name = "float32" if platform == "cpu" else model.dtype
+        record = config.cache.kv_cache_dtype
+        if record == "auto":
+            record = "bfloat16" if name == "bfloat16" else "float32"
+        return Dtypes(jnp.dtype(name), record)
+
+
+class Runner:
+    """Owns the mesh, the parameters, the donated pools and the compiled steps. One thread at a time may run steps."""
+
+    def __init__(self, config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint) -> None:
+        parallel, cache = config.parallel, config.cache
+        self.mesh = make_mesh(parallel)
+        dtypes = Dtypes.of(config, model, self.mesh.devices.flat[0].platform)
+        self.layout = Layout(
+            cache.block_size, parallel.decode_context_parallel_size, cache.cp_kv_cache_interleave_size
+        )
+        self.record = RecordFormat.named(dtypes.record, model)
+        self.shape = abstract_network(model, dtypes.compute, parallel.tensor_parallel_size)
+        settings = AttentionSettings(
+            layout=self.layout,
+            record=self.record,
+            comm_backend=parallel.dcp_comm_backend,
+            scale=model.qk_head_dim**-0.5,
+            latent_width=model.kv_lora_rank,
+            index_topk=model.index_topk,
+        )
+        prefill_path = "context" if parallel.dcp_prefill_path == "auto" else parallel.dcp_prefill_path
+        self.steps = CompiledSteps(self.mesh, self.shape, settings, prefill_path)
+        self.parameters = load_parameters(checkpoint, model, self.shape, self.mesh)
+        self.num_pages = number_of_pages(config, model, self.layout, self.record, self.mesh)
+        self.max_model_len = resolve_max_model_len(
+            config.scheduler.max_model_len, model, self.num_pages, self.layout
+        )
+        self.buckets = Buckets.of(config.scheduler, self.max_model_len, self.layout)
+        self._pool_shapes = pool_shapes(model, self.layout, self.record, self.num_pages)
+        self.pools = make_pools(self.mesh, self._pool_shapes)
+        self._lock = threading.Lock()
+
+    def prefill(
+        self, lines: Sequence[Line], all_logits: bool = False, capture: bool = False
+    ) -> tuple[StepShape, StepOutput]:
+        """Run chunks of prompts. Logits are of each line's last row ([requests, V]), or of every row ([requests * rows, V])."""
+        rows = max(len(line.tokens) for line in lines)
+        context = max(line.start + len(line.tokens) for line in lines)
+        shape = self.buckets.prefill(len(lines), rows, context, all_logits, capture)
+        if all_logits:
+            logit_rows = np.arange(shape.logits, dtype=np.int32)
+        else:
+            last = [len(line.tokens) - 1 for line in lines] + [0] * (shape.requests - len(lines))
+            logit_rows = np.arange(shape.requests, dtype=np.int32) * shape.rows + np.array(last, np.int32)
+        return shape, self._run(shape, lines, logit_rows)
+
+    def decode(self, lines: Sequence[Line]) -> StepOutput:
+        """Run one token of each line. Logits: [requests bucket, V], the lines' first."""
+        shape = self.buckets.decode(len(lines), max(line.start + 1 for line in lines))
+        return self._run(shape, lines, np.arange(shape.logits, dtype=np.int32))
+
+    def warm_up(self) -> None:
+        """Compile every step serving can ask for, two at a time, with a progress bar."""
+        began = time.perf_counter()
+        shapes = self.buckets.all()
+        pools = self._abstract_pools()
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            compiles = [pool.submit(self.steps.get, shape, self.parameters, pools) for shape in shapes]
+            for compiled in tqdm(compiles, desc="Compiling steps", unit="step"):
+                compiled.result()
+        _log.info("Compiled %d steps in %.1f s", len(shapes), time.perf_counter() - began)
+
+    def reset_pools(self) -> None:
+        """Zero the cache: after a failed step its donated arrays are gone."""
+        self.pools = make_pools(self.mesh, self._pool_shapes)
+
+    def _abstract_pools(self) -> Pools:
+        return Pools(
+            *(
+                jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec))
+                for leaf, spec in zip(self._pool_shapes, POOL_SPECS, strict=True)
+            )
+        )
+
+    def _run(self, shape: StepShape, lines: Sequence[Line], logit_rows: np.ndarray) -> StepOutput:
+        with self._lock:
+            step = self.steps.get(shape, self.parameters, self.pools)
+            out = step(self.parameters, self.pools, make_block(shape, lines), logit_rows)
+            self.pools = out.pools
+        return out
+
+
+def make_block(shape: StepShape, lines: Sequence[Line]) -> Block:
+    """Pad lines to a step's shape: position -1 and the null page behind what is real."""
+    tokens = np.zeros((shape.requests, shape.rows), np.int32)
+    positions = np.full((shape.requests, shape.rows), -1, np.int32)
+    page_table = np.zeros((shape.requests, shape.pages), np.int32)
+    for at, line in enumerate(lines):
+        count, pages = len(line.tokens), min(len(line.pages), shape.pages)
+        tokens[at, :count] = line.tokens
+        positions[at, :count] = np.arange(line.start, line.start + count)
+        page_table[at, :pages] = line.pages[:pages]
+    return Block(tokens, positions, page_table)

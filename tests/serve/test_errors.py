@@ -1,0 +1,254 @@
+"""Every wrong request gets a status, a message and the field to blame, and the next one is served."""
+
+import json
+
+import pytest
+from answers import events
+from fake_engine import FakeEngine
+
+pytestmark = pytest.mark.anyio
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+
+
+async def assert_still_serving(client):
+    assert (await client.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 1})).status_code == 200
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize"])
+async def test_an_unknown_model_is_not_found(client, path):
+    body = {"model": "other", "prompt": "a", "messages": [{"role": "user", "content": "a"}]}
+    del body["prompt" if path != COMPLETIONS else "messages"]
+    answer = await client.post(path, json=body)
+    assert answer.status_code == 404
+    assert answer.json()["error"] == {
+        "message": "The model `other` does not exist; this server has `fake`, `alias`.",
+        "type": "NotFoundError",
+        "param": "model",
+        "code": 404,
+    }
+    await assert_still_serving(client)
+
+
+async def test_any_of_the_served_names_will_do_and_is_echoed(post):
+    assert (await post(COMPLETIONS, model="alias", prompt="a")).json()["model"] == "alias"
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b'{"prompt": "a"', "not valid JSON"),
+        (b"", "must be a JSON object"),
+        (b"[1, 2]", "must be a JSON object"),
+        (b'"text"', "must be a JSON object"),
+        (b"\xff\xfe{}", "body"),
+        (b'{"prompt": "\xff"}', "body"),
+        (b"[" * 100_000, "body"),
+        (b'{"prompt": "a", "seed": ' + b"9" * 10_000 + b"}", "body"),
+    ],
+)
+async def test_a_body_that_is_no_json_object_is_a_bad_request(client, content, says):
+    answer = await client.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "BadRequestError" and says in answer.json()["error"]["message"]
+    await assert_still_serving(client)
+
+
+async def test_a_body_of_another_type_says_which_is_wanted(client):
+    headers = {"Content-Type": "application/x-www-form-urlencoded"}
+    answer = await client.post(COMPLETIONS, content=b'{"prompt": "a"}', headers=headers)
+    assert answer.status_code == 400
+    assert "Content-Type: application/json" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": -5}, "top_k"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"n": 0}, "n"),
+        ({"n": 10**6}, "n"),
+        ({"n": 10**30}, "n"),
+        ({"n": "two"}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -3}, "max_tokens"),
+        ({"max_tokens": "many"}, "max_tokens"),
+        ({"seed": 2**70}, "seed"),
+        ({"stop": 5}, "stop"),
+        ({"stop": [""]}, "stop"),
+        ({"stop_token_ids": "abc"}, "stop_token_ids"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids.0"),
+        ({"stream": "perhaps"}, "stream"),
+        ({"stream_options": 1}, "stream_options"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [1, -1]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": [129280]}, "prompt"),
+        ({"prompt": [2**70]}, "prompt"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_a_value_that_cannot_work_is_blamed_by_its_field(client, fields, param, stream):
+    content = json.dumps({"prompt": "a", "stream": stream, **fields})
+    answer = await client.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["type"], error["code"], error["param"]) == ("BadRequestError", 400, param)
+    await assert_still_serving(client)
+
+
+async def test_stream_options_need_a_stream(post):
+    answer = await post(COMPLETIONS, prompt="a", stream_options={"include_usage": True})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "stream_options"
+
+
+async def test_a_lone_surrogate_is_a_bad_request(client):
+    for path in (COMPLETIONS, "/tokenize"):
+        content = b'{"prompt": "a\\ud800"}'
+        answer = await client.post(path, content=content, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == "prompt"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{"type": "function"}]},
+        {"tool_choice": "required"},
+        {"response_format": {"type": "json_object"}},
+        {"logit_bias": {"5": 1}},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": -1},
+        {"repetition_penalty": 1.1},
+        {"echo": True},
+        {"best_of": 3},
+        {"prompt_logprobs": 0},
+        {"guided_json": {}},
+        {"guided_regex": "a+"},
+        {"structured_outputs": {"regex": "a"}},
+        {"suffix": "end"},
+        {"min_tokens": 4},
+        {"use_beam_search": True},
+        {"bad_words": ["a"]},
+        {"allowed_token_ids": [1]},
+        {"kv_transfer_params": {"do_remote_decode": True}},
+        {"priority": 1},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_what_is_not_supported_is_refused_by_name(client, path, fields):
+    prompt = {"prompt": "a"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "a"}]}
+    answer = await client.post(path, json={**prompt, **fields})
+    [name] = fields
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == name
+    assert answer.json()["error"]["message"].startswith(f"{name}: is not supported")
+
+
+async def test_asking_for_nothing_is_allowed_and_unknown_fields_are_ignored(post):
+    nothing = {
+        "tools": [],
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "logit_bias": {},
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1,
+        "echo": False,
+        "best_of": 1,
+        "min_tokens": 0,
+        "suffix": None,
+        "user": "me",
+        "no_such_field": {"a": 1},
+    }
+    assert (await post(COMPLETIONS, prompt="a", **nothing)).status_code == 200
+
+
+async def test_a_prompt_that_is_too_long_is_explained_in_numbers(post):
+    answer = await post(COMPLETIONS, prompt=[5] * 64)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "prompt"
+    assert answer.json()["error"]["message"].startswith(
+        "This model's maximum context length is 64 tokens. However, your prompt has 64 tokens"
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_more_output_than_fits_is_explained_in_numbers(post, stream):
+    answer = await post(COMPLETIONS, prompt=[5] * 60, max_tokens=5, stream=stream)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "max_tokens"
+    assert answer.json()["error"]["message"].startswith(
+        "This model's maximum context length is 64 tokens. However, you requested 65 tokens"
+    )
+    assert (await post(COMPLETIONS, prompt=[5] * 60, max_tokens=4)).status_code == 200
+
+
+async def test_a_long_chat_blames_its_messages(post):
+    answer = await post(CHAT, messages=[{"role": "user", "content": "word " * 80}])
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages"
+
+
+async def test_chat_logprobs_have_their_own_limits(post, engine, client_of):
+    messages = [{"role": "user", "content": "a"}]
+    for fields in ({"logprobs": True, "top_logprobs": 21}, {"top_logprobs": 2}):
+        answer = await post(CHAT, messages=messages, **fields)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "top_logprobs"
+    body = {"messages": messages, "logprobs": True, "top_logprobs": 3}
+    assert (await client_of(engine, max_logprobs=2).post(CHAT, json=body)).status_code == 400
+
+
+async def test_unknown_paths_and_methods_are_answered_in_the_same_form(client):
+    missing = await client.get("/v1/nothing")
+    assert missing.status_code == 404 and missing.json()["error"]["type"] == "NotFoundError"
+    method = await client.get(COMPLETIONS)
+    assert method.status_code == 405 and method.json()["error"]["code"] == 405
+    assert method.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_failure_inside_shows_no_details(engine, client, stream):
+    engine.fails_after = 0
+    answer = await client.post(COMPLETIONS, json={"prompt": "a", "stream": stream})
+    assert answer.status_code == 500
+    assert answer.json()["error"]["type"] == "InternalServerError"
+    assert "secret" not in answer.text and "Traceback" not in answer.text
+    engine.fails_after = None
+    await assert_still_serving(client)
+
+
+async def test_a_failure_in_mid_stream_is_an_event(engine, client):
+    engine.fails_after = 2
+    *chunks, error = events(await client.post(COMPLETIONS, json={"prompt": "a b c", "stream": True}))
+    assert len(chunks) == 2
+    assert error["error"]["code"] == 500 and "secret" not in str(error)
+
+
+async def test_a_dead_engine_is_unavailable(engine, client):
+    engine.fails_after, engine.dies = 0, True
+    assert (await client.post(COMPLETIONS, json={"prompt": "a"})).status_code == 503
+    assert (await client.get("/health")).status_code == 503
+    refused = await client.post(COMPLETIONS, json={"prompt": "a"})
+    assert refused.status_code == 503 and "restarted" in refused.json()["error"]["message"]
+
+
+async def test_one_failing_prompt_of_many_aborts_the_others(client_of):
+    engine = FakeEngine(delay=0.01)
+    answer = await client_of(engine).post(
+        COMPLETIONS, json={"prompt": [[5], [129280], [6]], "max_tokens": 60}
+    )
+    assert answer.status_code == 400
+    assert engine.running == set() and len(engine.aborted) == 2

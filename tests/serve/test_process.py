@@ -1,0 +1,61 @@
+"""The server as a process: its log, and how it stops."""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import sys
+sys.path.insert(0, {folder!r})
+from fake_engine import FakeEngine
+from glm_dcp_jax.serve import __main__ as entry
+entry._load = lambda command: FakeEngine(delay=0.05)
+sys.exit(entry.main(["somewhere/fake", "--port", "0"]))
+"""
+
+
+@pytest.fixture
+def server():
+    script = SCRIPT.format(folder=str(Path(__file__).parent))
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def url_in_log(process: subprocess.Popen) -> str:
+    for line in process.stderr:
+        ready = re.search(r"somewhere/fake is ready at (http://127.0.0.1:\d+)/v1", line)
+        if ready:
+            assert re.match(r"INFO \d\d-\d\d \d\d:\d\d:\d\d \[run.py:\d+\] ", line)
+            return ready[1]
+    raise AssertionError("the server ended without being ready")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_running_requests_finish_and_ends_with_0(server, number):
+    url = url_in_log(server)
+    body = {"prompt": [5], "max_tokens": 20, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: ")
+        server.send_signal(number)
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert server.wait(timeout=10) == 0
+    log = server.stderr.read()
+    assert "Traceback" not in log and "POST /v1/completions" in log
+
+
+def test_an_idle_server_stops_at_once(server):
+    url_in_log(server)
+    began = time.monotonic()
+    server.send_signal(signal.SIGTERM)
+    assert server.wait(timeout=10) == 0
+    assert time.monotonic() - began < 3
