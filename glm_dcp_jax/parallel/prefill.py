@@ -19,8 +19,8 @@ from glm_dcp_jax.parallel.merge import gather_heads, merge_partials
 from glm_dcp_jax.parallel.mesh import DCP
 from glm_dcp_jax.parallel.queries import absorb, expand_values
 
-DENSE_CONTEXT = 8
-"""Contexts up to this many times index_topk are attended densely (measured on CPU: gathering costs more below)."""
+DENSE_CONTEXT = 32
+"""Contexts up to this many times index_topk are attended densely: below, gathering costs more (measured on CPU)."""
 
 
 class _Prefill(Stationary):

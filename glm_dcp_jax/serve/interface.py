@@ -10,14 +10,31 @@ from glm_dcp_jax.engine.tokenizer import Tokenizer
 
 
 class EngineStats(Protocol):
-    """Counts at one moment. cache_usage: 0 to 1. prompt_tokens and generation_tokens: totals since the start."""
+    """Counts at one moment."""
 
-    running: int
-    waiting: int
-    cache_usage: float
-    num_pages: int
-    prompt_tokens: int
-    generation_tokens: int
+    @property
+    def running(self) -> int:
+        """Requests being computed."""
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for room."""
+
+    @property
+    def cache_usage(self) -> float:
+        """Share of the cache's pages in use, 0 to 1."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the cache."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens taken since the start."""
+
+    @property
+    def generation_tokens(self) -> int:
+        """Tokens generated since the start."""
 
 
 class Engine(Protocol):

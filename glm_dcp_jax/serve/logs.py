@@ -4,6 +4,7 @@ import logging
 
 _FORMAT = "%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
 _OURS = ("glm_dcp_jax", "uvicorn")
+_POLLED = ("/health", "/ping", "/metrics")
 
 
 def configure(level: str) -> None:
@@ -11,3 +12,11 @@ def configure(level: str) -> None:
     logging.basicConfig(format=_FORMAT, datefmt="%m-%d %H:%M:%S", level=logging.WARNING, force=True)
     for name in _OURS:
         logging.getLogger(name).setLevel(level.upper())
+    if level != "debug":
+        logging.getLogger("uvicorn.access").addFilter(_is_no_poll)
+
+
+def _is_no_poll(record: logging.LogRecord) -> bool:
+    """Health checks and scrapes come every few seconds and would bury everything else."""
+    _, _, path, *_ = record.args if isinstance(record.args, tuple) and len(record.args) > 2 else ("", "", "")
+    return str(path).partition("?")[0] not in _POLLED

@@ -96,13 +96,32 @@ def test_the_first_completed_stop_string_ends_the_text_whatever_the_bursts(
     assert detokenizer.token_count == sum(len(tokenizer.encode(character)) for character in text[:end])
 
 
-@given(text=st.text("ab ", max_size=40), stops=STOPS, cuts=BURSTS)
+@given(
+    text=st.text("ab", max_size=40),
+    stops=st.lists(st.text("ab", min_size=2, max_size=6), max_size=4),
+    cuts=BURSTS,
+)
 def test_tokens_of_several_characters_stop_at_the_same_place(tokenizer, text, stops, cuts):
     ids = tokenizer.encode(text)
     stop, end = first_completed(text, stops)
     detokenizer = Detokenizer(tokenizer, SamplingParams(stop=stops))
     texts_while_pushing(detokenizer, cut(ids, cuts))
     assert (detokenizer.stop, detokenizer.text) == (stop, text[: end - len(stop or "")])
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "kept"),
+    [
+        ("xab", ["b", "ab"], "x"),
+        ("xabc", ["abc", "b"], "xa"),
+        ("aaab", ["aab"], "a"),
+        ("ababac", ["abac"], "ab"),
+    ],
+)
+def test_which_stop_string_ends_the_text(tokenizer, text, stops, kept):
+    detokenizer = Detokenizer(tokenizer, SamplingParams(stop=stops))
+    detokenizer.push(tokenizer.encode(text))
+    assert detokenizer.text == kept
 
 
 def test_what_may_become_a_stop_string_is_held_back_until_it_is_none(tokenizer):

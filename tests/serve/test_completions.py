@@ -143,6 +143,23 @@ async def test_token_ids_come_back_when_asked_for(post):
     assert [chunk.get("prompt_token_ids") for chunk in chunks] == [[7, 8], None, None]
 
 
+async def test_a_choice_that_has_ended_is_not_repeated_while_others_go_on(post):
+    a = tokenizer().encode("a")[0]
+    chunks = events(await post(PATH, prompt=[a, a, EOS], n=3, stream=True))
+    ended = [choice["index"] for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]]
+    assert ended == [2, 1, 0]
+    assert len(chunks) == 2 + 1 + 3  # two tokens of text and an end, one and an end, and an end alone
+
+
+async def test_tokens_whose_text_is_held_back_are_still_streamed_when_asked_for(post):
+    body = {"prompt": "a b", "max_tokens": 4, "stop": "a ba bc", "stream": True}
+    held = events(await post(PATH, **body))
+    assert [chunk["choices"][0]["text"] for chunk in held] == ["a ba b"]
+    chunks = [chunk["choices"][0] for chunk in events(await post(PATH, **body, return_token_ids=True))]
+    assert [chunk["text"] for chunk in chunks] == ["", "", "", "a ba b"]
+    assert [len(chunk["token_ids"]) for chunk in chunks] == [1, 1, 1, 1]
+
+
 async def test_sampling_reaches_the_engine_and_null_is_the_default(post, engine):
     sampling = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 3}
     await post(PATH, prompt="a", **sampling, skip_special_tokens=False)

@@ -47,7 +47,8 @@ def test_a_signal_lets_running_requests_finish_and_ends_with_0(server, number):
         lines = answer.iter_lines()
         assert next(lines).startswith("data: ")
         server.send_signal(number)
-        assert [line for line in lines if line][-1] == "data: [DONE]"
+        *_, last, done = [line for line in lines if line]
+        assert '"finish_reason":"length"' in last and done == "data: [DONE]"
     assert server.wait(timeout=10) == 0
     log = server.stderr.read()
     assert "Traceback" not in log and "POST /v1/completions" in log
