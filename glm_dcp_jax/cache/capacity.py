@@ -8,7 +8,7 @@ GIB = 2**30
 
 
 def page_bytes(model: ModelConfig, layout: Layout, record: RecordFormat) -> int:
-    """Bytes of one page on each device: its own block_size records per layer, all block_size * W index keys per Full layer."""
+    """Bytes of one page on each device: block_size own records a layer, block_size * W index keys a Full layer."""
     records = model.num_hidden_layers * layout.block_size * record.record_bytes
     index_keys = model.num_full_layers * layout.virtual_block * record.index_key_bytes
     return records + index_keys
@@ -21,7 +21,8 @@ def pages_in(memory_bytes: int, model: ModelConfig, layout: Layout, record: Reco
     if pages < 2:
         raise ConfigError(
             f"the cache gets {memory_bytes:,} bytes per device, but one page of {layout.virtual_block} tokens takes "
-            f"{each:,} and the smallest cache has 2 (one is reserved); raise --kv-cache-memory-bytes or lower --block-size"
+            f"{each:,} and the smallest cache has 2 (one is reserved); raise --kv-cache-memory-bytes, or lower "
+            "--block-size"
         )
     return pages
 

@@ -1,12 +1,11 @@
 """The device arrays of the cache, as one pytree that steps take by donation and give back."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
 
 from glm_dcp_jax.cache.placement import Layout
 from glm_dcp_jax.cache.records import RecordFormat
@@ -17,10 +16,11 @@ class Pools(NamedTuple):
     """ckv: [layers, W * pages * block_size, width], slots sharded on "dcp" (each rank: its own pages, null page first).
 
     index_keys: [full layers, pages * block_size * W, D], replicated: a page holds its keys in position order.
+    In the same shape it describes the pools by PartitionSpecs or ShapeDtypeStructs, hence the open types.
     """
 
-    ckv: Float[Array, "layers slots width"]
-    index_keys: Float[Array, "full slots D"]
+    ckv: Any
+    index_keys: Any
 
 
 POOL_SPECS = Pools(ckv=P(None, "dcp", None), index_keys=P())
@@ -35,6 +35,16 @@ def pool_shapes(model: ModelConfig, layout: Layout, record: RecordFormat, num_pa
         index_keys=jax.ShapeDtypeStruct(
             (model.num_full_layers, slots, model.index_head_dim), record.index_dtype
         ),
+    )
+
+
+def placed(mesh: Mesh, shapes: Pools) -> Pools:
+    """The shapes with their shardings on a mesh: what ahead-of-time compilation needs."""
+    return Pools(
+        *(
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+            for leaf, spec in zip(shapes, POOL_SPECS, strict=True)
+        )
     )
 
 

@@ -1,4 +1,4 @@
-"""The engine's flags, once: the server's command line, `LLM`'s keyword arguments and docs/flags.md all come from here."""
+"""The engine's flags, once: command line, `LLM`'s keyword arguments and docs/flags.md all come from here."""
 
 import dataclasses
 import difflib

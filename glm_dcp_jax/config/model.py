@@ -33,7 +33,7 @@ _FIXED = {
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and rules of one `glm_moe_dsa` network. All fields as in config.json; `full`/`sparse`/`runs` are derived."""
+    """Sizes and rules of one `glm_moe_dsa` network: fields as in config.json; `full`, `sparse`, `runs` derived."""
 
     vocab_size: int
     hidden_size: int
@@ -90,7 +90,7 @@ class ModelConfig:
         """Read an HF config dict. Null counts as absent. Raises ConfigError that names the field."""
         given = {key: value for key, value in config.items() if value is not None}
         _refuse_unknown(given)
-        sizes = {name: _positive(given, name) for name in _SIZES}
+        sizes: dict[str, Any] = {name: _positive(given, name) for name in _SIZES}
         layers = sizes["num_hidden_layers"]
         full, sparse = full_layers(config, layers), sparse_layers(config, layers)
         made = ModelConfig(
@@ -214,7 +214,9 @@ def _rope(given: Mapping[str, Any], rope_dim: int) -> dict[str, Any]:
         raise ConfigError(f"qk_rope_head_dim {rope_dim} must be even")
     theta = parameters.get("rope_theta", given.get("rope_theta"))
     if theta is None:
-        raise ConfigError("config.json lacks rope_theta (rope_parameters.rope_theta, or rope_theta in older files)")
+        raise ConfigError(
+            "config.json lacks rope_theta (rope_parameters.rope_theta, or rope_theta in older files)"
+        )
     return {
         "rope_theta": float(theta),
         "rope_interleave": bool(given.get("rope_interleave", True)),

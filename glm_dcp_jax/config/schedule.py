@@ -50,7 +50,9 @@ def full_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
     else:
         full = _from_frequency(config, num_layers)
     if not full[0]:
-        raise ConfigError("layer 0 is marked shared, but there is no Full layer before it; layer 0 must be full")
+        raise ConfigError(
+            "layer 0 is marked shared, but there is no Full layer before it; layer 0 must be full"
+        )
     return full
 
 
@@ -72,7 +74,7 @@ def _from_frequency(config: Mapping[str, Any], num_layers: int) -> tuple[bool, .
 
 
 def sparse_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
-    """True for each layer with a mixture of experts: `mlp_layer_types`, else `first_k_dense_replace` and `moe_layer_freq`."""
+    """True for each layer with experts: `mlp_layer_types`, else `first_k_dense_replace` and `moe_layer_freq`."""
     types = config.get("mlp_layer_types")
     if types is None:
         dense, freq = config.get("first_k_dense_replace"), config.get("moe_layer_freq")

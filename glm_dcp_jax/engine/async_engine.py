@@ -126,7 +126,9 @@ class AsyncEngine:
         return future
 
     def _dead(self) -> EngineDead:
-        return EngineDead("the engine was shut down" if self._failure is None else f"the engine failed: {self._failure}")
+        return EngineDead(
+            "the engine was shut down" if self._failure is None else f"the engine failed: {self._failure}"
+        )
 
     def _abort(self, request_id: str) -> None:
         output = self._engine.abort(request_id)

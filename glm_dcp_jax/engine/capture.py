@@ -1,13 +1,13 @@
 """Looking inside: logits of every prompt token, and on request hidden states, selections and router choices."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from glm_dcp_jax.cache.allocator import PageTable
 from glm_dcp_jax.engine.engine import Engine
 from glm_dcp_jax.engine.runner import Line
+from glm_dcp_jax.model.network import StepOutput
 
 
 @dataclass(frozen=True)
@@ -39,23 +39,23 @@ def compute_logits(engine: Engine, token_ids: list[int], capture: bool) -> np.nd
         raise ValueError(f"{len(token_ids)} tokens exceed max_model_len {engine.max_model_len}")
     table = PageTable(engine.scheduler.allocator, engine.runner.layout)
     table.grow(len(token_ids))
-    parts = []
+    chunks: list[Capture] = []
     try:
         chunk = engine.runner.buckets.largest_chunk
         for start in range(0, len(token_ids), chunk):
             line = Line(token_ids[start : start + chunk], start, table.pages)
             _, out = engine.runner.prefill([line], all_logits=True, capture=capture)
-            count = len(line.tokens)
-            logits = np.asarray(out.logits[:count])
-            parts.append(_unpack(engine, out, logits, count) if capture else logits)
+            chunks.append(_unpack(engine, out, len(line.tokens)))
     finally:
         table.release()
-    return _join(parts) if capture else np.concatenate(parts)
+    return _join(chunks) if capture else np.concatenate([part.logits for part in chunks])
 
 
-def _unpack(engine: Engine, out: Any, logits: np.ndarray, rows: int) -> Capture:
-    """One chunk's traces by layer. Traces are stacked by run: [groups, members of a group, rows, ...]."""
-    model = engine.model_config
+def _unpack(engine: Engine, out: StepOutput, rows: int) -> Capture:
+    """One chunk's logits and traces by layer. Traces are stacked by run: [groups, members of a group, rows, ...]."""
+    model, logits = engine.model_config, np.asarray(out.logits)[:rows]
+    if out.traces is None:
+        return Capture(logits, np.empty(0), {}, {}, {})
     hidden = [np.asarray(out.embedded, np.float32)[:rows]]
     selections, router_ids, router_weights = {}, {}, {}
     for run, trace in zip(model.runs, out.traces, strict=True):
@@ -88,7 +88,8 @@ def _ascending(chosen: np.ndarray, is_mask: bool, k: int) -> np.ndarray:
 
 def _join(parts: list[Capture]) -> Capture:
     along = lambda name: {  # noqa: E731
-        layer: np.concatenate([getattr(part, name)[layer] for part in parts]) for layer in getattr(parts[0], name)
+        layer: np.concatenate([getattr(part, name)[layer] for part in parts])
+        for layer in getattr(parts[0], name)
     }
     return Capture(
         np.concatenate([part.logits for part in parts]),

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -139,7 +140,7 @@ class Engine:
         if work is None:
             return []
         lines = [
-            Line(sequence.tokens[sequence.computed :][:chunk], sequence.computed, sequence.table.pages)
+            Line(sequence.tokens[sequence.computed :][:chunk], sequence.computed, sequence.pages)
             for sequence, chunk in zip(work.sequences, work.chunks, strict=True)
         ]
         if work.kind == "decode":
@@ -162,7 +163,7 @@ class Engine:
             compiles=self.runner.steps.compiles,
         )
 
-    def _take_tokens(self, work: Work, logits: object) -> list[RequestOutput]:
+    def _take_tokens(self, work: Work, logits: Any) -> list[RequestOutput]:
         """Sample for every sequence whose last token was computed, and end those that are done."""
         ready = [
             (row, sequence)
@@ -172,7 +173,7 @@ class Engine:
         if not ready:
             return []
         rows = logits.shape[0]
-        wanted = {row: sequence for row, sequence in ready}
+        wanted = dict(ready)
         idle = (SamplingParams(temperature=0.0), 0, 0)
         params = [
             (wanted[row].params, wanted[row].seed, len(wanted[row].output_ids)) if row in wanted else idle

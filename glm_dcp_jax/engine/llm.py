@@ -48,7 +48,9 @@ class LLM:
         params = sampling_params if sampling_params is not None else SamplingParams()
         each = [params] * len(many) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(many):
-            raise ValueError(f"{len(many)} prompts came with {len(each)} sampling_params; give one, or one for each")
+            raise ValueError(
+                f"{len(many)} prompts came with {len(each)} sampling_params; give one, or one for each"
+            )
         encoded = [self._encode(prompt) for prompt in many]
         for _, ids in encoded:
             self.engine.check_prompt(ids)

@@ -42,8 +42,8 @@ def _available(device: object, config: EngineConfig) -> int:
     if budget <= 0:
         raise ConfigError(
             f"{device}: weights take {used / GIB:.2f} GiB and steps up to {_workspace(config) / GIB:.2f} GiB, which "
-            f"leaves nothing of {config.cache.gpu_memory_utilization:.0%} of {total / GIB:.2f} GiB for the cache; raise "
-            "--tensor-parallel-size or --gpu-memory-utilization"
+            f"leaves nothing of {config.cache.gpu_memory_utilization:.0%} of {total / GIB:.2f} GiB for the cache; "
+            "raise --tensor-parallel-size or --gpu-memory-utilization"
         )
     return budget
 

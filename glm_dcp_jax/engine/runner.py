@@ -8,15 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 from tqdm import tqdm
 
 from glm_dcp_jax.cache.capacity import resolve_max_model_len
 from glm_dcp_jax.cache.placement import Layout
-from glm_dcp_jax.cache.pools import POOL_SPECS, Pools, make_pools, pool_shapes
+from glm_dcp_jax.cache.pools import make_pools, placed, pool_shapes
 from glm_dcp_jax.cache.records import RecordFormat
 from glm_dcp_jax.config import EngineConfig, ModelConfig
 from glm_dcp_jax.engine.buckets import Buckets
@@ -49,7 +47,7 @@ class Dtypes:
 
     @staticmethod
     def of(config: EngineConfig, model: ModelConfig, platform: str) -> "Dtypes":
-        """auto is the checkpoint's dtype on GPUs and float32 on CPU, where bfloat16 is slower; float16 records are kept as float32."""
+        """auto: the checkpoint's on GPUs, float32 on CPU (bfloat16 is slower there). float16 caches float32 records."""
         name = config.dtype
         if name == "auto":
             name = "float32" if platform == "cpu" else model.dtype
@@ -94,7 +92,7 @@ class Runner:
     def prefill(
         self, lines: Sequence[Line], all_logits: bool = False, capture: bool = False
     ) -> tuple[StepShape, StepOutput]:
-        """Run chunks of prompts. Logits are of each line's last row ([requests, V]), or of every row ([requests * rows, V])."""
+        """Run chunks of prompts. Logits: [requests, V] of last rows, or [requests * rows, V] of all rows."""
         rows = max(len(line.tokens) for line in lines)
         context = max(line.start + len(line.tokens) for line in lines)
         shape = self.buckets.prefill(len(lines), rows, context, all_logits, capture)
@@ -114,7 +112,7 @@ class Runner:
         """Compile every step serving can ask for, two at a time, with a progress bar."""
         began = time.perf_counter()
         shapes = self.buckets.all()
-        pools = self._abstract_pools()
+        pools = placed(self.mesh, self._pool_shapes)
         with ThreadPoolExecutor(max_workers=2) as pool:
             compiles = [pool.submit(self.steps.get, shape, self.parameters, pools) for shape in shapes]
             for compiled in tqdm(compiles, desc="Compiling steps", unit="step"):
@@ -124,14 +122,6 @@ class Runner:
     def reset_pools(self) -> None:
         """Zero the cache: after a failed step its donated arrays are gone."""
         self.pools = make_pools(self.mesh, self._pool_shapes)
-
-    def _abstract_pools(self) -> Pools:
-        return Pools(
-            *(
-                jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec))
-                for leaf, spec in zip(self._pool_shapes, POOL_SPECS, strict=True)
-            )
-        )
 
     def _run(self, shape: StepShape, lines: Sequence[Line], logit_rows: np.ndarray) -> StepOutput:
         with self._lock:

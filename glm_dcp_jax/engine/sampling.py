@@ -2,36 +2,42 @@
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Float, Int
 
 from glm_dcp_jax.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 
 
 class RowParams(NamedTuple):
-    """Sampling parameters of each row. seed and step decide the randomness: the request's seed, the token's index."""
+    """Sampling parameters, [M] each (float32, top_k and step int32, seed uint32), of numpy or jax.
 
-    temperature: Float[Array, " M"]
-    top_k: Int[Array, " M"]
-    top_p: Float[Array, " M"]
-    min_p: Float[Array, " M"]
-    seed: UInt32[Array, " M"]
-    step: Int[Array, " M"]
+    seed and step decide the randomness: the request's seed, the token's index.
+    """
+
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+    seed: Any
+    step: Any
 
 
 class Sampled(NamedTuple):
-    """token: [M]. healthy: no NaN in the row. logprob, rank of the token; top_*: the likeliest (only when asked)."""
+    """token: [M] int32. healthy: [M], no NaN in the row. Only when asked for, else None: logprob and rank of the
 
-    token: Int[Array, " M"]
-    healthy: Bool[Array, " M"]
-    logprob: Float[Array, " M"] | None = None
-    rank: Int[Array, " M"] | None = None
-    top_tokens: Int[Array, "M 20"] | None = None
-    top_logprobs: Float[Array, "M 20"] | None = None
+    token, [M], and the likeliest tokens with their log probabilities, [M, 20]. On the device or fetched.
+    """
+
+    token: Any
+    healthy: Any
+    logprob: Any = None
+    rank: Any = None
+    top_tokens: Any = None
+    top_logprobs: Any = None
 
 
 def row_params(wanted: Sequence[tuple[SamplingParams, int, int]], rows: int) -> RowParams:
@@ -51,7 +57,7 @@ def row_params(wanted: Sequence[tuple[SamplingParams, int, int]], rows: int) -> 
 
 @functools.partial(jax.jit, static_argnames=("random", "logprobs"))
 def sample(logits: Float[Array, "M V"], params: RowParams, random: bool, logprobs: bool) -> Sampled:
-    """One token per row. random False: all rows are greedy. logprobs: of the raw distribution, as vLLM's raw_logprobs."""
+    """One token per row. random False: all rows are greedy. logprobs: of the logits as they come (vLLM's default)."""
     healthy = ~jnp.isnan(logits).any(axis=1)
     greedy = jnp.argmax(logits, axis=1)
     token = greedy

@@ -35,6 +35,11 @@ class Sequence:
         return self.tokens[self.prompt_length :]
 
     @property
+    def pages(self) -> list[int]:
+        """Its pages, in the order of its tokens; none while it waits."""
+        return [] if self.table is None else self.table.pages
+
+    @property
     def prefilling(self) -> bool:
         """Whether more than the last token is still to be computed."""
         return len(self.tokens) - self.computed > 1 or self.computed == 0
@@ -46,9 +51,7 @@ class Sequence:
         is_stop = token in (params.stop_token_ids or ())
         if is_stop or (token in eos and not params.ignore_eos):
             self.finish_reason, self.stop_reason = "stop", token if is_stop else None
-        if self.detokenizer is not None and (
-            self.finish_reason is None or params.include_stop_str_in_output
-        ):
+        if self.detokenizer is not None and (self.finish_reason is None or params.include_stop_str_in_output):
             stop = self.detokenizer.push([token])
             if stop is not None and self.finish_reason is None:
                 self.finish_reason, self.stop_reason = "stop", stop

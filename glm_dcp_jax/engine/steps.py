@@ -63,7 +63,9 @@ class CompiledSteps:
         path = self._path(wanted.kind)
         definition, settings = self.shape.definition, self.settings
 
-        def on_device(parameters: Any, pools: Pools, block: Block, logit_rows: Int[Array, " M"]) -> StepOutput:
+        def on_device(
+            parameters: Any, pools: Pools, block: Block, logit_rows: Int[Array, " M"]
+        ) -> StepOutput:
             network = nnx.merge(definition, parameters)
             return network.step(pools, (block,), logit_rows, (path,), settings, wanted.capture)
 
@@ -78,4 +80,6 @@ class CompiledSteps:
     def _path(self, kind: Kind) -> AttentionPath:
         if kind == "decode":
             return QueriesDecode(self.settings)
-        return {"context": ContextPrefill, "queries": QueriesPrefill}[self.prefill_path](self.settings)
+        return (
+            ContextPrefill(self.settings) if self.prefill_path == "context" else QueriesPrefill(self.settings)
+        )

@@ -1,5 +1,6 @@
 """Multi-head latent attention: the projections around the attention itself, which lives in parallel/."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -40,13 +41,14 @@ class LatentAttention(nnx.Module):
         self.q_b = make(q_b, ("heads", None, None))
         self.kv_a = make.weight(_PREFIX + "kv_a_proj_with_mqa.weight", (config.record_width, hidden))
         self.kv_a_norm = make.weight(_PREFIX + "kv_a_layernorm.weight", (latent,))
-        kv_b = {
-            "names": (_PREFIX + "kv_b_proj.weight",),
-            "shape": (heads * (nope + value), latent),
-            "view": (heads, nope + value, latent),
-        }
-        self.key_expansion = make(Source(**kv_b, window=(1, 0, nope)), ("heads", None, None))
-        self.value_expansion = make(Source(**kv_b, window=(1, nope, nope + value)), ("heads", None, None))
+        kv_b = Source(
+            (_PREFIX + "kv_b_proj.weight",),
+            (heads * (nope + value), latent),
+            view=(heads, nope + value, latent),
+        )
+        by_head = ("heads", None, None)
+        self.key_expansion = make(replace(kv_b, window=(1, 0, nope)), by_head)
+        self.value_expansion = make(replace(kv_b, window=(1, nope, nope + value)), by_head)
         output = Source((_PREFIX + "o_proj.weight",), (hidden, heads * value), view=(hidden, heads, value))
         self.output = make(output, (None, "heads", None))
 

@@ -69,7 +69,7 @@ class MixtureOfExperts(nnx.Module):
 
 
 def _keep_groups(choice: Float[Array, "T E"], groups: int, kept: int) -> Float[Array, "T E"]:
-    """Mask all but the `kept` groups whose two best choice values sum highest. Masked with -inf: choices may be negative."""
+    """Mask (with -inf: choices may be negative) all but the `kept` groups whose two best choices sum highest."""
     if groups == 1:
         return choice
     grouped = choice.reshape(choice.shape[0], groups, -1)

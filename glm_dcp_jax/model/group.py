@@ -15,7 +15,7 @@ from glm_dcp_jax.model.elementary import rms_norm
 from glm_dcp_jax.model.feed_forward import GatedMLP, MixtureOfExperts
 from glm_dcp_jax.model.indexer import Indexer, select
 from glm_dcp_jax.model.parameters import Maker
-from glm_dcp_jax.parallel.attention import AttentionLayer, AttentionPath, AttentionSettings, Queries
+from glm_dcp_jax.parallel.attention import AttentionLayer, AttentionPath, AttentionSettings, Queries, Window
 from glm_dcp_jax.parallel.batch import Block, Selection
 from glm_dcp_jax.parallel.mesh import TENSOR_AXES
 
@@ -53,8 +53,8 @@ class GroupTrace(NamedTuple):
 
     hidden: Float[Array, "G T H"]
     selections: tuple[Selection, ...]
-    experts: Int[Array, "M T K"]
-    weights: Float[Array, "M T K"]
+    experts: Int[Array, "M T K"] | None
+    weights: Float[Array, "M T K"] | None
 
 
 class Layer(nnx.Module):
@@ -97,13 +97,15 @@ class ShareGroup(nnx.Module):
         """
         eps = self.config.rms_norm_eps
         records, hidden, routes = [], [], []
-        plans = flights = selections = None
+        plans: list = []
+        flights: list = []
+        selections: list[Selection] = []
         for member, layer in enumerate(self.layers):
             normed = rms_norm(x, layer.input_norm[...], eps)
             projected = layer.attention.project(normed, context.angles)
             current = context.settings.record.encode(projected.latent, projected.rope_key)
             records.append(current)
-            if member == 0:
+            if layer.indexer is not None:
                 index_pool, selections = _select(
                     layer.indexer, normed, projected, index_pool, full_ordinal, context
                 )
@@ -179,7 +181,7 @@ def _attend(
 
 
 def _all_reduce(
-    value: Float[Array, "T H"], flights: list, view: AttentionLayer, kind: str, context: StepContext
+    value: Float[Array, "T H"], flights: list, view: AttentionLayer, kind: Window, context: StepContext
 ) -> tuple[Float[Array, "T H"], list]:
     """Sum over all ranks, after each path has tied in what must have arrived."""
     landed = []

@@ -65,7 +65,7 @@ def select(
     k: int,
     as_mask: bool,
 ) -> Array:
-    """Each row's k best visible keys, as a mask [N, S, L] or as positions [N, S, k]; in row blocks of bounded workspace."""
+    """Each row's k best visible keys, as a mask [N, S, L] or positions [N, S, k]; in row blocks."""
     choose = select_mask if as_mask else select_positions
 
     def one_request(request_q: Array, request_w: Array, request_keys: Array, rows_visible: Array) -> Array:

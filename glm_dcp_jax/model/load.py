@@ -32,7 +32,9 @@ def load_parameters(checkpoint: Checkpoint, config: ModelConfig, shape: NetworkS
     """
     leaves, tree = jax.tree.flatten(shape.parameters, is_leaf=is_variable)
     specs = jax.tree.leaves(shape.specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
-    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(shape.parameters, is_leaf=is_variable)[0]]
+    paths = [
+        path for path, _ in jax.tree_util.tree_flatten_with_path(shape.parameters, is_leaf=is_variable)[0]
+    ]
     runs = [_run_of(path, config) for path in paths]
     members = [_member_of(path) for path in paths]
     verify(_expected(leaves, runs, members), checkpoint, ignored=_ignored(config))
@@ -81,7 +83,7 @@ def _expected(leaves: list, runs: list, members: list[int]) -> dict[str, tuple[i
 
 
 def _ignored(config: ModelConfig) -> Callable[[str], bool]:
-    """Tensors that files may carry and this network does not use: MTP layers, indexers of Shared layers, a tied head."""
+    """Tensors that files may carry but this network lacks: MTP layers, indexers of Shared layers, a tied head."""
 
     def ignored(name: str) -> bool:
         if name.startswith("model.layers."):
@@ -143,6 +145,7 @@ def _load_group(
     """One group's parameter: each distinct shard is cut out once, then placed on every device that holds it."""
     by_index: dict[str, tuple[Index, list[jax.Device]]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
+        assert index is not None  # only devices of the mesh are asked for
         by_index.setdefault(str(index), (index, []))[1].append(device)
     arrays = []
     for index, devices in by_index.values():

@@ -22,16 +22,19 @@ from glm_dcp_jax.parallel.sharding import spec_of
 
 
 class StepOutput(NamedTuple):
-    """logits: [M, V] float32 of the asked rows. embedded: [T, H] and traces: one per run, only when captured."""
+    """logits: [M, V] float32 of the asked rows. When captured, else None: embedded [T, H], a GroupTrace per run.
 
-    logits: Float[Array, "M V"]
+    In the same shape it describes a step's results by PartitionSpecs, hence the open types.
+    """
+
+    logits: Any
     pools: Pools
-    embedded: Float[Array, "T H"] | None
-    traces: tuple[GroupTrace, ...] | None
+    embedded: Any
+    traces: Any
 
 
 class Network(nnx.Module):
-    """All weights. Each run of equal share groups is one ShareGroup; several groups are stacked along a leading axis."""
+    """All weights. Each run is one ShareGroup; the weights of several equal groups are stacked along a leading axis."""
 
     def __init__(self, config: ModelConfig, dtype: Any, tp: int) -> None:
         self.config = config
@@ -55,7 +58,7 @@ class Network(nnx.Module):
         settings: AttentionSettings,
         capture: bool,
     ) -> StepOutput:
-        """One step over all blocks' rows; runs inside shard_map. logit_rows index the rows of all blocks laid in a line."""
+        """One step over all blocks' rows laid in a line, which logit_rows index; runs inside shard_map."""
         tokens, positions, slots, index_slots = _rows(blocks, settings)
         config = self.config
         context = StepContext(
@@ -68,9 +71,7 @@ class Network(nnx.Module):
         x = embedded = self.embed(tokens)
         index_keys, records, traces = pools.index_keys, [], []
         for run, group in zip(config.runs, self.runs, strict=True):
-            x, index_keys, run_records, trace = _run(
-                run, group, x, index_keys, pools.ckv, context, capture
-            )
+            x, index_keys, run_records, trace = _run(run, group, x, index_keys, pools.ckv, context, capture)
             records.append(run_records)
             traces.append(trace)
         # The write must wait for the last layer's read of the pool, else XLA copies the pool. Only a dependency that it
@@ -135,9 +136,7 @@ def _run(
     The trace has one leading axis over groups. The index pool is carried; the CKV pool is only read.
     """
     if run.num_groups == 1:
-        x, index_keys, records, trace = group(
-            x, index_keys, ckv, run.first_layer, run.first_full, context
-        )
+        x, index_keys, records, trace = group(x, index_keys, ckv, run.first_layer, run.first_full, context)
         return x, index_keys, records, jax.tree.map(lambda leaf: leaf[None], trace) if capture else None
     definition, weights = nnx.split(group)
 

@@ -51,7 +51,7 @@ class Maker:
     groups: int | None = None
 
     def __call__(self, source: Source, axes: tuple[str | None, ...], dtype: Any = None) -> nnx.Param:
-        """A zero parameter (meant to be built under nnx.eval_shape) shaped for `source`, one logical axis per dimension."""
+        """A parameter for `source`, with a logical axis per dimension; zeros, so build it under nnx.eval_shape."""
         shape = source.stack + source.part_shape
         if len(shape) != len(axes):
             raise ValueError(f"{source.names[0]}: shape {shape} has not as many dimensions as axes {axes}")

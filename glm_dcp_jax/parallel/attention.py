@@ -32,12 +32,12 @@ class Queries(NamedTuple):
 
 
 class AttentionLayer(NamedTuple):
-    """What a path needs to know of a layer. index: into the pools. kv_b split per local head:
+    """What a path needs to know of a layer. number: its index into the pools. kv_b split per local head:
 
     key_expansion: [h, nope, C], value_expansion: [h, v, C].
     """
 
-    index: Int[Array, ""] | int
+    number: Int[Array, ""] | int
     key_expansion: Float[Array, "h nope C"]
     value_expansion: Float[Array, "h v C"]
 

@@ -1,6 +1,6 @@
 """What a step works on: blocks of rows, a rectangle of requests by rows each."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
@@ -11,11 +11,12 @@ class Block(NamedTuple):
 
     tokens: [N, S] int32. positions: [N, S] int32, -1 behind a request's last row (a padded request has only -1).
     page_table: [N, P] int32, page ids, 0 (the null page) behind the last; P fixes the context the block can see.
+    Arrays of jax or numpy, or ShapeDtypeStructs to compile for, hence the open types.
     """
 
-    tokens: Int[Array, "N S"]
-    positions: Int[Array, "N S"]
-    page_table: Int[Array, "N P"]
+    tokens: Any
+    positions: Any
+    page_table: Any
 
     @property
     def rows(self) -> int:

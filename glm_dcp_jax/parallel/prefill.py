@@ -1,4 +1,4 @@
-"""Prefill paths: every rank gathers the whole context (`context`), or keeps its part and gathers query heads (`queries`).
+"""Prefill paths: every rank gathers the context (`context`), or keeps its part and gathers heads (`queries`).
 
 Both see a context buffer per request: the committed history, then the chunk's own records at their positions. Short
 contexts are attended densely under the selection's mask; long ones by gathering each row's selected records, because
@@ -39,7 +39,7 @@ class _Prefill(Stationary):
         return selection, block
 
     def _pages(self, flight: Array, layer: AttentionLayer, block: Block) -> Float[Array, "N PB width"]:
-        return gather_pages(flight, layer.index, block.page_table, self.settings.layout.block_size)
+        return gather_pages(flight, layer.number, block.page_table, self.settings.layout.block_size)
 
 
 class ContextPrefill(_Prefill):
@@ -70,6 +70,7 @@ class ContextPrefill(_Prefill):
                 selection.mask,
                 settings.scale,
             )
+        assert selection.positions is not None
         out, _ = _attend_selected(settings, absorb(queries, layer), context, selection.positions)
         return jax.vmap(lambda part: expand_values(part, layer, dtype))(out)
 
@@ -109,11 +110,14 @@ class QueriesPrefill(_Prefill):
             attend = jax.vmap(absorbed_attention, in_axes=(0, 0, 0, None, None))
             out, lse = attend(q, owned, mask, settings.latent_width, settings.scale)
         else:
+            assert selection.positions is not None
             mine = layout.owner(selection.positions) == rank
             slots = jnp.where(mine, layout.local(selection.positions), -1)
             out, lse = _attend_selected(settings, q, owned, slots)
         merged = merge_partials(
-            out.reshape(requests * rows, *out.shape[2:]), lse.reshape(requests * rows, -1), settings.comm_backend
+            out.reshape(requests * rows, *out.shape[2:]),
+            lse.reshape(requests * rows, -1),
+            settings.comm_backend,
         )
         return expand_values(merged, layer, dtype).reshape(requests, rows, merged.shape[1], -1)
 

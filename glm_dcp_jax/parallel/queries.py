@@ -14,8 +14,8 @@ from glm_dcp_jax.kernels.records import gather_records
 from glm_dcp_jax.kernels.sparse_attention import sparse_attention
 from glm_dcp_jax.parallel.attention import AttentionLayer, AttentionSettings, Queries, Stationary
 from glm_dcp_jax.parallel.batch import Block, Selection
-from glm_dcp_jax.parallel.mesh import DCP
 from glm_dcp_jax.parallel.merge import gather_heads, merge_partials
+from glm_dcp_jax.parallel.mesh import DCP
 
 
 class OwnedSelection(NamedTuple):
@@ -42,6 +42,7 @@ class QueriesDecode(Stationary):
         """Keep what this rank owns: committed records by slot, the step's own rows by column."""
         layout, rank = self.settings.layout, jax.lax.axis_index(DCP)
         chosen = selection.positions
+        assert chosen is not None, "decode selects positions"
         requests, rows, _ = chosen.shape
         committed = (chosen >= 0) & (chosen < block.start[:, None, None])
         mine = committed & (layout.owner(chosen) == rank)
@@ -64,7 +65,7 @@ class QueriesDecode(Stationary):
         """Gather heads, attend over owned records and own current rows, merge, expand to values."""
         settings, dtype = self.settings, queries.nope.dtype
         requests, rows = queries.nope.shape[:2]
-        history = gather_records(flight, layer.index, plan.slots)
+        history = gather_records(flight, layer.number, plan.slots)
         own = jnp.repeat(current, rows, axis=0) if rows > 1 else current
         records = settings.record.decode(jnp.concatenate([history, own], axis=1), dtype)
         valid = jnp.concatenate([plan.slots >= 0, plan.current], axis=1)

@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         listener = run.bind(command.settings.host, command.settings.port)
         run.serve(_load(command), command.settings, listener)
-    except (ConfigError, OSError) as error:
+    except (ConfigError, OSError, run.WarmUpFailed) as error:
         return _fail(error, 1)
     except KeyboardInterrupt:
         return _INTERRUPTED

@@ -38,15 +38,25 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+class WarmUpFailed(RuntimeError):
+    """The engine died before it could serve anything."""
+
+
 def serve(engine: Engine, settings: ServerSettings, listener: socket.socket) -> None:
-    """Serve until SIGINT or SIGTERM, then give running requests a few seconds and shut the engine down."""
+    """Serve until SIGINT or SIGTERM, then give running requests a few seconds and shut the engine down.
+
+    Raises WarmUpFailed. An engine that dies later leaves the server up, to tell its clients and health checks.
+    """
     app = create_app(engine, settings)
     config = uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=_DRAIN_SECONDS + _ABORT_SECONDS)
     # uvicorn stops on these signals and then raises them again, when there is nothing left to do.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     greeting = f"{settings.served_model_names[0]} is ready at {url(settings.host, listener)}/v1"
-    _Server(config, app.state.context, greeting).run(sockets=[listener])
+    server = _Server(config, app.state.context, greeting)
+    server.run(sockets=[listener])
+    if server.died_early:
+        raise WarmUpFailed("the engine failed before it was ready; the log above says why")
 
 
 def url(host: str, listener: socket.socket) -> str:
@@ -62,6 +72,7 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._context = context
         self._greeting = greeting
+        self.died_early = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen."""
@@ -80,3 +91,5 @@ class _Server(uvicorn.Server):
             await asyncio.sleep(_READY_POLL_SECONDS)
         if engine.is_ready:
             _LOG.info(self._greeting)
+        elif not self.should_exit:
+            self.died_early = self.should_exit = True

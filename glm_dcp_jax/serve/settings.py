@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from glm_dcp_jax.config import ConfigError
+from glm_dcp_jax.engine.chat_template import ChatTemplate, ChatTemplateError
 from glm_dcp_jax.engine.sampling_params import MAX_LOGPROBS
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -33,3 +34,8 @@ class ServerSettings:
             raise ConfigError(f"max_logprobs must be from 0 to {MAX_LOGPROBS}, but is {self.max_logprobs}")
         if not all(self.api_keys):
             raise ConfigError("api_key must not be empty")
+        if self.chat_template is not None:
+            try:
+                ChatTemplate(self.chat_template)  # better now than at the first request
+            except ChatTemplateError as error:
+                raise ConfigError(f"--chat-template: {error}") from None

@@ -109,6 +109,7 @@ def test_with_a_gpu_the_demo_takes_one():
         ("m --hf-overrides {", "hf_overrides is not valid JSON"),
         ("m --max-logprobs 99", "max_logprobs must be from 0 to 20"),
         ("m --chat-template nowhere.jinja", "neither a file nor a jinja template"),
+        ("m --chat-template {%if%}", "--chat-template: the chat template does not parse, line 1"),
         ("m --model other", "two models are named, m and other"),
         ("m second", "unrecognized arguments: second"),
     ],

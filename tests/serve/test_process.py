@@ -16,15 +16,22 @@ import sys
 sys.path.insert(0, {folder!r})
 from fake_engine import FakeEngine
 from glm_dcp_jax.serve import __main__ as entry
-entry._load = lambda command: FakeEngine(delay=0.05)
+engine = FakeEngine(delay=0.05)
+engine.is_dead = {dead!r}
+engine.is_ready = not engine.is_dead
+entry._load = lambda command: engine
 sys.exit(entry.main(["somewhere/fake", "--port", "0"]))
 """
 
 
+def start(dead: bool) -> subprocess.Popen:
+    script = SCRIPT.format(folder=str(Path(__file__).parent), dead=dead)
+    return subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+
+
 @pytest.fixture
 def server():
-    script = SCRIPT.format(folder=str(Path(__file__).parent))
-    process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    process = start(dead=False)
     yield process
     process.kill()
     process.communicate()
@@ -42,6 +49,7 @@ def url_in_log(process: subprocess.Popen) -> str:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_lets_running_requests_finish_and_ends_with_0(server, number):
     url = url_in_log(server)
+    assert httpx.get(f"{url}/health").status_code == 200
     body = {"prompt": [5], "max_tokens": 20, "stream": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=body) as answer:
         lines = answer.iter_lines()
@@ -52,6 +60,7 @@ def test_a_signal_lets_running_requests_finish_and_ends_with_0(server, number):
     assert server.wait(timeout=10) == 0
     log = server.stderr.read()
     assert "Traceback" not in log and "POST /v1/completions" in log
+    assert "/health" not in log, "polls would bury everything else"
 
 
 def test_an_idle_server_stops_at_once(server):
@@ -60,3 +69,10 @@ def test_an_idle_server_stops_at_once(server):
     server.send_signal(signal.SIGTERM)
     assert server.wait(timeout=10) == 0
     assert time.monotonic() - began < 3
+
+
+def test_an_engine_that_dies_while_warming_up_ends_the_server_with_1():
+    process = start(dead=True)
+    _, log = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert log.splitlines()[-1] == "error: the engine failed before it was ready; the log above says why"

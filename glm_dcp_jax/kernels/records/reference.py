@@ -12,7 +12,10 @@ def gather_records(
 
 
 def gather_pages(
-    pool: Float[Array, "layers slots width"], layer: Int[Array, ""] | int, pages: Int[Array, "N P"], page_size: int
+    pool: Float[Array, "layers slots width"],
+    layer: Int[Array, ""] | int,
+    pages: Int[Array, "N P"],
+    page_size: int,
 ) -> Float[Array, "N P*page_size width"]:
     """One layer's whole pages, `page_size` slots each, in page-table order."""
     layers, slots, width = pool.shape

@@ -1,13 +1,13 @@
 """Exact top-k in plain JAX, as positions (sorted) or as a mask (threshold search, no sort)."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 
-def select_positions(
-    scores: Float[Array, "S L"], visible: Int[Array, " S"], k: int
-) -> Int[Array, "S k"]:
+def select_positions(scores: Float[Array, "S L"], visible: Int[Array, " S"], k: int) -> Int[Array, "S k"]:
     """The k best of each row's first `visible` columns: score descending, then lowest position; -1 behind.
 
     Rows with fewer than k visible columns select all of them. -0.0 in scores must already be +0.0.
@@ -32,9 +32,7 @@ def select_mask(scores: Float[Array, "S L"], visible: Int[Array, " S"], k: int) 
     above, equal = keys > threshold[:, None], shown & (keys == threshold[:, None])
     room = k - jnp.sum(above, axis=1)
     bits = scores.shape[1].bit_length()
-    stop = _largest(
-        lambda c: jnp.sum(equal & (columns < c[:, None]), axis=1) <= room, bits, scores.shape[0]
-    )
+    stop = _largest(lambda c: jnp.sum(equal & (columns < c[:, None]), axis=1) <= room, bits, scores.shape[0])
     return above | (equal & (columns < stop[:, None]))
 
 
@@ -45,7 +43,7 @@ def _sortable(scores: Float[Array, "S L"]) -> UInt32[Array, "S L"]:
     return jax.lax.bitcast_convert_type(ordered, jnp.uint32) ^ jnp.uint32(0x80000000)
 
 
-def _largest(holds, bits: int, rows: int) -> UInt32[Array, " S"]:
+def _largest(holds: Callable[[Array], Array], bits: int, rows: int) -> UInt32[Array, " S"]:
     """Per row, the largest `bits`-bit number for which `holds` is true; true for 0 and monotone."""
 
     def try_bit(step: Array, found: Array) -> Array:
