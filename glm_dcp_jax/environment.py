@@ -63,6 +63,8 @@ def prepare(num_devices: int) -> None:
             )
         return
     _default_option("jax_platforms", "cpu")
+    # jax loads every plugin it finds: without a GPU, the CUDA plugin would print a page about missing libraries.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     if num_devices > 1:
         _virtual_devices(num_devices)
 

@@ -1,6 +1,7 @@
 """The engine behind an event loop: one thread steps it, coroutines wait for their outputs."""
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections import deque
@@ -20,6 +21,31 @@ class EngineDead(RuntimeError):
     """The engine stopped, by a failure or by shutdown; nothing more can be generated."""
 
 
+class _Mailbox:
+    """The latest output of one request: a slow reader skips what is outdated, since outputs are cumulative."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._arrived = asyncio.Event()
+        self._latest: RequestOutput | Exception | None = None
+
+    def put(self, output: RequestOutput | Exception) -> None:
+        """Leave an output; from any thread."""
+        self._latest = output
+        # A loop that has closed has no reader left.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._arrived.set)
+
+    async def take(self) -> RequestOutput:
+        """Wait for an output newer than the last one taken; raises the exception that was left instead."""
+        await self._arrived.wait()
+        self._arrived.clear()
+        if isinstance(self._latest, Exception):
+            raise self._latest
+        assert self._latest is not None
+        return self._latest
+
+
 class AsyncEngine:
     """Runs an Engine in a thread of its own. The engine is touched by that thread only; others post it calls."""
 
@@ -29,7 +55,7 @@ class AsyncEngine:
         self.max_model_len, self.tokenizer = engine.max_model_len, engine.tokenizer
         self._calls: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
-        self._outputs: dict[str, Callable[[RequestOutput | Exception], None]] = {}
+        self._mailboxes: dict[str, _Mailbox] = {}
         self._ready = self._stopping = False
         self._failure: Exception | None = None
         self._stats = engine.stats()
@@ -48,29 +74,30 @@ class AsyncEngine:
 
         Raises ValueError for a request that cannot run, EngineDead when the engine has stopped.
         """
-        loop = asyncio.get_running_loop()
-        queue: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
-
-        def deliver(output: RequestOutput | Exception) -> None:
-            loop.call_soon_threadsafe(queue.put_nowait, output)
+        mailbox = _Mailbox()
+        added = False
 
         def add() -> None:
+            nonlocal added
             self._engine.add_request(request_id, prompt_token_ids, params)
-            self._outputs[request_id] = deliver
+            self._mailboxes[request_id] = mailbox
+            added = True
 
-        await asyncio.wrap_future(self._post(add))
+        def abort_if_added() -> None:
+            if added:
+                self._abort(request_id)
+
         finished = False
         try:
+            await asyncio.wrap_future(self._post(add))
             while not finished:
-                output = await queue.get()
-                if isinstance(output, Exception):
-                    finished = True
-                    raise output
+                output = await mailbox.take()
                 finished = output.finished
                 yield output
         finally:
             if not finished:
-                self._post(lambda: self._abort(request_id))
+                # Also when cancelled before `add` has run: calls run in the order they were posted.
+                self._post(abort_if_added)
 
     async def abort(self, request_id: str) -> None:
         """End a request; its generator gets a last output with finish_reason abort."""
@@ -132,14 +159,14 @@ class AsyncEngine:
 
     def _abort(self, request_id: str) -> None:
         output = self._engine.abort(request_id)
-        deliver = self._outputs.pop(request_id, None)
-        if output is not None and deliver is not None:
-            deliver(output)
+        mailbox = self._mailboxes.pop(request_id, None)
+        if output is not None and mailbox is not None:
+            mailbox.put(output)
 
     def _run(self) -> None:
         try:
-            self._engine.runner.warm_up()
-            self._ready = True
+            self._engine.runner.warm_up(lambda: self._stopping)
+            self._ready = not self._stopping
             while self._serve_once():
                 pass
         except Exception as error:
@@ -160,11 +187,11 @@ class AsyncEngine:
         for call in calls:
             call()
         for output in self._engine.step():
-            deliver = self._outputs.get(output.request_id)
+            mailbox = self._mailboxes.get(output.request_id)
             if output.finished:
-                self._outputs.pop(output.request_id, None)
-            if deliver is not None:
-                deliver(output)
+                self._mailboxes.pop(output.request_id, None)
+            if mailbox is not None:
+                mailbox.put(output)
         self._stats = self._engine.stats()
         return True
 
@@ -173,8 +200,8 @@ class AsyncEngine:
             self._stopping = self._stopping or self._failure is None
             calls = list(self._calls)
             self._calls.clear()
-        for deliver in list(self._outputs.values()):
-            deliver(self._dead())
-        self._outputs.clear()
+        for mailbox in self._mailboxes.values():
+            mailbox.put(self._dead())
+        self._mailboxes.clear()
         for call in calls:
             call()

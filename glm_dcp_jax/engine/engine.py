@@ -25,7 +25,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counts at one moment. cache_usage: 0 to 1. prompt_tokens and generation_tokens: totals since the start."""
+    """Counts at one moment. cache_usage: 0 to 1. prompt_tokens, generation_tokens: totals since the start.
+
+    compiles_after_warm_up: programs compiled while serving; anything but 0 is a defect.
+    """
 
     running: int
     waiting: int
@@ -33,7 +36,7 @@ class EngineStats:
     num_pages: int
     prompt_tokens: int
     generation_tokens: int
-    compiles: int
+    compiles_after_warm_up: int
 
 
 class Engine:
@@ -74,6 +77,8 @@ class Engine:
         """Queue a request. Raises ValueError if it can never run (too long, unknown tokens, a duplicate id)."""
         ids = list(prompt_token_ids)
         self.check_prompt(ids)
+        if params.stop_strings and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
         if request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is in use")
         limit = self.max_model_len
@@ -160,7 +165,7 @@ class Engine:
             num_pages=self.runner.num_pages - 1,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
-            compiles=self.runner.steps.compiles,
+            compiles_after_warm_up=self.runner.compiles.after_warm_up,
         )
 
     def _take_tokens(self, work: Work, logits: Any) -> list[RequestOutput]:

@@ -1,15 +1,18 @@
 """The device side of an engine: weights, pools and compiled steps. Batches in, logits out."""
 
+import itertools
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from tqdm import tqdm
 
 from glm_dcp_jax.cache.capacity import resolve_max_model_len
@@ -18,7 +21,9 @@ from glm_dcp_jax.cache.pools import make_pools, placed, pool_shapes
 from glm_dcp_jax.cache.records import RecordFormat
 from glm_dcp_jax.config import EngineConfig, ModelConfig
 from glm_dcp_jax.engine.buckets import Buckets
+from glm_dcp_jax.engine.compiles import CompileCounter
 from glm_dcp_jax.engine.memory import number_of_pages
+from glm_dcp_jax.engine.sampling import row_params, sample
 from glm_dcp_jax.engine.steps import CompiledSteps, StepShape
 from glm_dcp_jax.model.load import load_parameters
 from glm_dcp_jax.model.network import StepOutput, abstract_network
@@ -62,6 +67,7 @@ class Runner:
 
     def __init__(self, config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint) -> None:
         parallel, cache = config.parallel, config.cache
+        self.compiles = CompileCounter()
         self.mesh = make_mesh(parallel)
         dtypes = Dtypes.of(config, model, self.mesh.devices.flat[0].platform)
         self.layout = Layout(
@@ -87,6 +93,7 @@ class Runner:
         self.buckets = Buckets.of(config.scheduler, self.max_model_len, self.layout)
         self._pool_shapes = pool_shapes(model, self.layout, self.record, self.num_pages)
         self.pools = make_pools(self.mesh, self._pool_shapes)
+        self._vocab_size = model.vocab_size
         self._lock = threading.Lock()
 
     def prefill(
@@ -108,16 +115,30 @@ class Runner:
         shape = self.buckets.decode(len(lines), max(line.start + 1 for line in lines))
         return self._run(shape, lines, np.arange(shape.logits, dtype=np.int32))
 
-    def warm_up(self) -> None:
-        """Compile every step serving can ask for, two at a time, with a progress bar."""
+    def warm_up(self, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Compile every step serving can ask for, two at a time, with a progress bar; gives up when `stopped`."""
         began = time.perf_counter()
         shapes = self.buckets.all()
+        rows = sorted({shape.logits for shape in shapes})
         pools = placed(self.mesh, self._pool_shapes)
         with ThreadPoolExecutor(max_workers=2) as pool:
             compiles = [pool.submit(self.steps.get, shape, self.parameters, pools) for shape in shapes]
             for compiled in tqdm(compiles, desc="Compiling steps", unit="step"):
+                if stopped():
+                    pool.shutdown(cancel_futures=True)
+                    return
                 compiled.result()
+        for count in rows:
+            self._warm_up_sampling(count)
+        self.compiles.mark_warm()
         _log.info("Compiled %d steps in %.1f s", len(shapes), time.perf_counter() - began)
+
+    def _warm_up_sampling(self, rows: int) -> None:
+        logits = jax.device_put(
+            np.zeros((rows, self._vocab_size), np.float32), NamedSharding(self.mesh, PartitionSpec())
+        )
+        for random, logprobs in itertools.product((False, True), repeat=2):
+            sample(logits, row_params([], rows), random, logprobs)
 
     def reset_pools(self) -> None:
         """Zero the cache: after a failed step its donated arrays are gone."""

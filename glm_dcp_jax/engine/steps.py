@@ -33,13 +33,12 @@ class StepShape(NamedTuple):
 
 @dataclass
 class CompiledSteps:
-    """Steps by shape, compiled when first asked for. `compiles` counts them."""
+    """Steps by shape, compiled when first asked for."""
 
     mesh: Mesh
     shape: NetworkShape
     settings: AttentionSettings
     prefill_path: str
-    compiles: int = 0
     _steps: dict[StepShape, Any] = field(default_factory=dict)
 
     def get(self, wanted: StepShape, parameters: Any, pools: Pools) -> Any:
@@ -48,7 +47,6 @@ class CompiledSteps:
         if found is None:
             found = self.lower(wanted, parameters, pools).compile()
             self._steps[wanted] = found
-            self.compiles += 1
         return found
 
     def lower(self, wanted: StepShape, parameters: Any, pools: Pools) -> Any:
