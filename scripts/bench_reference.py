@@ -7,19 +7,18 @@ The model is small (52.96 M parameters: hidden 512, 8 layers of which 3 dense, 8
 and its weights are random. Each system runs in a process of its own, one after the other, on the same number of
 cores. Needs the extra `bench` (torch, transformers); PATH may name another interpreter that has them.
 
-What is timed, always after a warm-up of the same shape:
+What is timed, after a warm-up and on both sides token by token:
 
-- transformers: calls of the model's forward with a DynamicCache, the fastest setting found in float32 (sdpa
-  attention, eager experts). Prefill is one call with the whole prompt, the last row's logits and their argmax.
-  Decode is one call with one token and the argmax; the context before it is filled in chunks of 1024 tokens, not
-  timed. Tokenizing, sampling and generate()'s own bookkeeping are left out, which favours transformers.
-- glm_dcp_jax: whole calls of LLM.generate, with all of the engine's bookkeeping. Prefill is the time to one
-  token for a prompt not seen before. Decode is (time to 33 tokens - time to 1 token) / 32 for one same prompt,
-  so that a prefix cache, if there is one, helps both terms alike.
+- transformers: calls of the model's forward with a DynamicCache and the argmax of the last row, in the fastest
+  setting known for float32 (sdpa attention, eager experts). Prefill is one call with the whole prompt, decode one
+  call with one token. Longer contexts are filled in chunks of 1024 tokens, which is not timed. What generate()
+  does around these calls is left out, which favours transformers.
+- glm_dcp_jax: the engine steps that LLM.generate drives, with scheduling, sampling and output. Prefill is the time
+  until the first token of a prompt, decode the time from one token to the next.
 
-Prefill: median of 5 calls with 1024 tokens. Decode: median of 32 steps (transformers), of 5 differences over 32
-steps (glm_dcp_jax). The fastest one is printed beside the median: where the two are far apart, something else
-was running, and the comparison should be repeated on a quiet machine.
+Prefill is the median of 5 prompts of 1024 tokens, decode of 32 tokens. The fastest one is printed beside the
+median: where the two are far apart, something else was running, and the comparison should be repeated on a quiet
+machine.
 """
 
 import argparse
@@ -29,14 +28,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
 PREFILL_TOKENS = 1024
 PREFILL_REPEATS = 5
 DECODE_STEPS = 32
-DECODE_REPEATS = 5  # of glm_dcp_jax's differences
+WARM_STEPS = 2  # decode steps before these, in which caches grow for the first time
 VOCAB_SIZE = 8192
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
@@ -85,12 +83,6 @@ def random_prompt(length: int, seed: int) -> list[int]:
     return np.random.default_rng([length, seed]).integers(VOCAB_SIZE, size=length).tolist()
 
 
-def seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
 def measure_transformers(checkpoint: Path, contexts: list[int]) -> dict:
     try:
         import torch
@@ -108,25 +100,27 @@ def measure_transformers(checkpoint: Path, contexts: list[int]) -> dict:
     def step(ids: list[int], cache) -> int:
         return int(model(torch.tensor([ids]), cache=cache, use_cache=True, logits_to_keep=1).logits.argmax())
 
-    def prefill(length: int, seed: int):
-        cache, ids = transformers.DynamicCache(config=model.config), random_prompt(length, seed)
-        for start in range(0, length, PREFILL_TOKENS):
+    def prefill(ids: list[int]):
+        cache = transformers.DynamicCache(config=model.config)
+        for start in range(0, len(ids), PREFILL_TOKENS):
             token = step(ids[start : start + PREFILL_TOKENS], cache)
         return token, cache
 
     def decode(context: int) -> list[float]:
-        token, cache = prefill(context, 0)
+        token, cache = prefill(random_prompt(context, 0))
         times = []
-        for _ in range(DECODE_STEPS + 2):
+        for _ in range(WARM_STEPS + DECODE_STEPS):
             start = time.perf_counter()
             token = step([token], cache)
             times.append(time.perf_counter() - start)
-        return times[2:]  # the first steps allocate
+        return times[WARM_STEPS:]
 
-    prefill(PREFILL_TOKENS, 0)
-    prefills = [
-        seconds(lambda seed=seed: prefill(PREFILL_TOKENS, seed + 1)) for seed in range(PREFILL_REPEATS)
-    ]
+    prefill(random_prompt(PREFILL_TOKENS, 0))
+    prefills = []
+    for seed in range(PREFILL_REPEATS):
+        ids, start = random_prompt(PREFILL_TOKENS, seed + 1), time.perf_counter()
+        prefill(ids)
+        prefills.append(time.perf_counter() - start)
     return {
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "prefill_seconds": prefills,
@@ -146,32 +140,35 @@ def measure_ours(checkpoint: Path, contexts: list[int]) -> dict:
     llm = LLM(
         model=str(checkpoint),
         dtype="float32",
-        max_model_len=max([PREFILL_TOKENS, *contexts]) + DECODE_STEPS + 1,
+        max_model_len=max([PREFILL_TOKENS, *contexts]) + 1 + WARM_STEPS + DECODE_STEPS,
         skip_tokenizer_init=True,
         max_num_batched_tokens=PREFILL_TOKENS,
         max_num_seqs=1,
     )
 
-    def generate(prompt: list[int], tokens: int) -> None:
+    def token_times(prompt: list[int], tokens: int) -> list[float]:
+        """Seconds each token took, the first one with the prefill."""
         params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
-        outputs = llm.generate({"prompt_token_ids": prompt}, params)
-        if (made := len(outputs[0].outputs[0].token_ids)) != tokens:
-            raise RuntimeError(f"asked for {tokens} tokens, got {made}: the times would not be comparable")
-
-    def decode(context: int) -> list[float]:
-        prompt = random_prompt(context, 0)
-        generate(prompt, DECODE_STEPS + 1)
-        times = []
-        for _ in range(DECODE_REPEATS):
-            first = seconds(lambda: generate(prompt, 1))
-            times.append((seconds(lambda: generate(prompt, DECODE_STEPS + 1)) - first) / DECODE_STEPS)
+        llm.engine.add_request("measured", prompt, params)
+        times, start = [], time.perf_counter()
+        while llm.engine.has_unfinished:
+            if llm.engine.step():
+                times.append(time.perf_counter() - start)
+                start = time.perf_counter()
+        if len(times) != tokens:
+            raise RuntimeError(
+                f"{tokens} tokens came in {len(times)} steps: the times would not be comparable"
+            )
         return times
 
-    generate(random_prompt(PREFILL_TOKENS, 0), 1)
+    def decode(context: int) -> list[float]:
+        return token_times(random_prompt(context, 0), 1 + WARM_STEPS + DECODE_STEPS)[1 + WARM_STEPS :]
+
+    token_times(random_prompt(PREFILL_TOKENS, 0), 2)
     prompts = [random_prompt(PREFILL_TOKENS, seed + 1) for seed in range(PREFILL_REPEATS)]
     return {
         "versions": {"jax": jax.__version__, "glm_dcp_jax": glm_dcp_jax.__version__},
-        "prefill_seconds": [seconds(lambda prompt=prompt: generate(prompt, 1)) for prompt in prompts],
+        "prefill_seconds": [token_times(prompt, 1)[0] for prompt in prompts],
         "decode_seconds": {str(context): decode(context) for context in contexts},
     }
 

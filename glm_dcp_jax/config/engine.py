@@ -23,6 +23,15 @@ def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise ConfigError(f"{name} {value!r} is unknown; use one of {', '.join(allowed)}")
 
 
+def _check_sizes(name: str, sizes: tuple[int, ...] | None) -> None:
+    if sizes is None:
+        return
+    for size in sizes:
+        at_least(name, size, 1)
+    if not sizes or list(sizes) != sorted(set(sizes)):
+        raise ConfigError(f"{name} must be ascending sizes such as 1,4,16, but is {sizes}")
+
+
 @dataclass(frozen=True)
 class ParallelConfig:
     """How the mesh is cut: tensor_parallel_size devices, of which every dcp consecutive ones share one cache."""
@@ -83,17 +92,25 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """Limits of one step. max_model_len None: as long as the model and the cache allow."""
+    """Limits of one step. max_model_len None: as long as the model and the cache allow.
+
+    precompile_*_paddings: the sizes steps are compiled for (requests of a decode step, rows of a prefill chunk), ascending;
+    None: powers of 4. The limits themselves are always among them.
+    """
 
     max_model_len: int | None = None
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 2048
+    precompile_bs_paddings: tuple[int, ...] | None = None
+    precompile_token_paddings: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         at_least("max_num_seqs", self.max_num_seqs, 1)
         at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         if self.max_model_len is not None:
             at_least("max_model_len", self.max_model_len, 1)
+        _check_sizes("precompile_bs_paddings", self.precompile_bs_paddings)
+        _check_sizes("precompile_token_paddings", self.precompile_token_paddings)
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,8 @@ FLAGS = (
     Flag("gpu_memory_utilization", "share of a GPU's memory to use in all (GPU only)"),
     Flag("max_num_seqs", "requests decoded together"),
     Flag("max_num_batched_tokens", "prompt tokens of one prefill step"),
+    Flag("precompile_bs_paddings", "batch sizes to compile decode for, as 1,4,16; unset: powers of 4"),
+    Flag("precompile_token_paddings", "chunk sizes to compile prefill for, as 16,64,256; unset: powers of 4"),
     Flag("latent_norm_eps", "eps of the norms of the query and KV latents (vLLM uses rms_norm_eps)"),
     Flag("hf_overrides", "JSON object laid over config.json"),
 )
@@ -80,6 +82,7 @@ REFUSED = {
 }
 """vLLM flags (and planned ones) that this engine does not have, each with what to do instead."""
 
+_SIZE_LISTS = ("precompile_bs_paddings", "precompile_token_paddings")
 _SECTIONS = {"parallel": ParallelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
 
 
@@ -131,12 +134,22 @@ def explain_unknown(name: str, known: set[str]) -> str:
 def _typed(name: str, value: Any) -> Any:
     if name == "hf_overrides":
         return _overrides(value)
+    if name in _SIZE_LISTS:
+        return _sizes(name, value)
     kind = value_type(name)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ConfigError(f"{name} takes {kind.__name__}, but got {value!r}")
     return value
+
+
+def _sizes(name: str, value: Any) -> tuple[int, ...]:
+    parts = value.replace(",", " ").split() if isinstance(value, str) else value
+    try:
+        return tuple(int(part) for part in parts)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{name} takes sizes such as 1,4,16, but got {value!r}") from None
 
 
 def _overrides(value: Any) -> tuple[tuple[str, object], ...]:

@@ -33,7 +33,7 @@ def make_files() -> dict[str, bytes]:
 
 
 def _writable(tokenizer: tokenizers.Tokenizer, stops: list[int]) -> np.ndarray:
-    """[V] bool: tokens that are plain text, and those that end an answer; without the rest nonsense is easier to read."""
+    """[V] bool: tokens that are plain text, and those that end an answer. Nonsense of the rest is hard to look at."""
     special = tokenizer.get_added_tokens_decoder()
     texts = (tokenizer.decode([token]) for token in range(tokenizer.get_vocab_size()))
     return np.array(

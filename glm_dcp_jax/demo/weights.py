@@ -49,12 +49,8 @@ def _network(model: ModelConfig) -> Shapes:
 
 
 def _attention(name: str, model: ModelConfig) -> Shapes:
-    hidden, heads, q_rank, kv_rank = (
-        model.hidden_size,
-        model.num_attention_heads,
-        model.q_lora_rank,
-        model.kv_lora_rank,
-    )
+    hidden, heads = model.hidden_size, model.num_attention_heads
+    q_rank, kv_rank = model.q_lora_rank, model.kv_lora_rank
     return {
         f"{name}.q_a_proj.weight": (q_rank, hidden),
         f"{name}.q_a_layernorm.weight": (q_rank,),

@@ -24,6 +24,11 @@ def ladder(smallest: int, largest: int) -> tuple[int, ...]:
     return (*rungs, largest)
 
 
+def _given(sizes: tuple[int, ...] | None, largest: int) -> tuple[int, ...]:
+    """The user's sizes below the limit, and the limit; empty when there are none."""
+    return () if sizes is None else (*(size for size in sizes if size < largest), largest)
+
+
 def rung(rungs: tuple[int, ...], need: int) -> int:
     """The lowest rung of at least `need`. Raises ValueError if there is none."""
     for size in rungs:
@@ -49,8 +54,9 @@ class Buckets:
         chunk = min(scheduler.max_num_batched_tokens, max_model_len)
         return Buckets(
             layout,
-            ladder(1, scheduler.max_num_seqs),
-            ladder(_SMALLEST_ROWS, chunk) if chunk > _SMALLEST_ROWS else (chunk,),
+            _given(scheduler.precompile_bs_paddings, scheduler.max_num_seqs)
+            or ladder(1, scheduler.max_num_seqs),
+            _given(scheduler.precompile_token_paddings, chunk) or ladder(min(_SMALLEST_ROWS, chunk), chunk),
             min(_PREFILL_LINES, scheduler.max_num_seqs),
             ladder(min(_SMALLEST_DECODE_CONTEXT, max_model_len), max_model_len),
             ladder(min(_SMALLEST_PREFILL_CONTEXT, max_model_len), max_model_len),

@@ -1,0 +1,23 @@
+"""Few combinations of many settings, such that every pair of two settings' values occurs together."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+Case = dict[str, object]
+
+
+def pairs_of(case: Mapping[str, object]) -> set[tuple]:
+    """All pairs of (setting, value) in one case."""
+    return set(itertools.combinations(sorted(case.items()), 2))
+
+
+def pairwise(factors: Mapping[str, Sequence[object]]) -> list[Case]:
+    """A short list of cases that covers every pair; greedy and deterministic."""
+    cases = [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
+    missing = set().union(*(pairs_of(case) for case in cases))
+    chosen = []
+    while missing:
+        best = max(cases, key=lambda case: len(pairs_of(case) & missing))
+        chosen.append(best)
+        missing -= pairs_of(best)
+    return chosen

@@ -1,0 +1,135 @@
+"""The engine against numbers that transformers made: logits, hidden states, selections, experts, greedy tokens."""
+
+import itertools
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pairwise import pairs_of, pairwise
+
+from glm_dcp_jax import LLM, SamplingParams
+
+GOLDEN = Path(__file__).parent / "golden"
+LOGIT_TOLERANCE = {"tiny-a": 2e-4, "tiny-d": 4e-4}
+HIDDEN_TOLERANCE = 3e-4
+GREEDY_TOKENS = 32
+WHOLE = 400
+
+FACTORS = {
+    "model": ("tiny-a", "tiny-d"),
+    "mesh": ((1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 2), (8, 4), (8, 8)),
+    "interleave": (1, 4, "block"),
+    "block_size": (4, 16, 64),
+    "chunk": (5, 16, 64, WHOLE),
+    "prefill_path": ("context", "queries"),
+    "backend": ("ag_rs", "a2a"),
+    # Contexts above 32 * index_topk are attended by gathering selected records, shorter ones under a mask.
+    "max_model_len": (400, 1000),
+}
+PRODUCT = {**FACTORS, "mesh": ((4, 4), (8, 4))}
+
+
+def name_of(case: dict) -> str:
+    tp, dcp = case["mesh"]
+    rest = [case[key] for key in ("interleave", "block_size", "chunk", "prefill_path", "backend", "max_model_len")]
+    return "-".join(map(str, (case["model"], f"tp{tp}", f"dcp{dcp}", *rest)))
+
+
+def all_of(factors: dict) -> list[dict]:
+    return [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
+
+
+@cache
+def golden(model: str) -> dict[str, np.ndarray]:
+    with np.load(GOLDEN / model / "golden.npz") as stored:
+        return dict(stored)
+
+
+def prompts_of(model: str) -> list[int]:
+    return sorted(int(key[1:-4]) for key in golden(model) if key.endswith("_ids") and key.count("_") == 1)
+
+
+def load(case: dict) -> LLM:
+    tp, dcp = case["mesh"]
+    block = case["block_size"]
+    prompts = len(prompts_of(case["model"]))
+    return LLM(
+        model=str(GOLDEN / case["model"]),
+        tensor_parallel_size=tp,
+        decode_context_parallel_size=dcp,
+        block_size=block,
+        cp_kv_cache_interleave_size=block if case["interleave"] == "block" else case["interleave"],
+        max_num_batched_tokens=case["chunk"],
+        dcp_prefill_path=case["prefill_path"],
+        dcp_comm_backend=case["backend"],
+        max_model_len=case["max_model_len"],
+        kv_cache_memory_bytes=32 * 2**20,
+        dtype="float32",
+        max_num_seqs=prompts,
+        precompile_bs_paddings=(prompts,),
+        precompile_token_paddings=(case["chunk"],),
+    )
+
+
+def check_inside(llm: LLM, model: str, prompt: int) -> None:
+    """Prompt and greedy tokens in one prefill: everything the golden holds about their rows."""
+    stored = {key[3:]: value for key, value in golden(model).items() if key.startswith(f"p{prompt}_")}
+    length = len(stored["ids"])
+    seen = llm.compute_logits([*stored["ids"].tolist(), *stored["greedy_ids"].tolist()], capture=True)
+    tolerance = LOGIT_TOLERANCE[model]
+    np.testing.assert_allclose(seen.logits[:length], stored["logits"], rtol=0, atol=tolerance)
+    np.testing.assert_allclose(seen.logits[length - 1 : -1], stored["greedy_logits"], rtol=0, atol=tolerance)
+    if "hidden" in stored:
+        np.testing.assert_allclose(seen.hidden[:, :length], stored["hidden"], rtol=0, atol=HIDDEN_TOLERANCE)
+    for layer, chosen in seen.selections.items():
+        np.testing.assert_array_equal(chosen[:length], stored[f"topk_L{layer}"], f"selection, layer {layer}")
+        np.testing.assert_array_equal(chosen[length:], stored[f"greedy_topk_L{layer}"], f"greedy, layer {layer}")
+    for layer, experts in seen.router_ids.items():
+        if f"router_ids_L{layer}" in stored:
+            np.testing.assert_array_equal(experts[:length], stored[f"router_ids_L{layer}"])
+            weights = seen.router_weights[layer][:length]
+            np.testing.assert_allclose(weights, stored[f"router_w_L{layer}"], rtol=0, atol=1e-4)
+
+
+def check_greedy(llm: LLM, model: str) -> None:
+    """All prompts in one batch, through decode steps: each continues as it did alone in transformers."""
+    stored, prompts = golden(model), prompts_of(model)
+    params = SamplingParams(temperature=0, max_tokens=GREEDY_TOKENS, ignore_eos=True, logprobs=0)
+    outputs = llm.generate([stored[f"p{prompt}_ids"].tolist() for prompt in prompts], params, use_tqdm=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        tokens = output.outputs[0].token_ids
+        assert tokens == stored[f"p{prompt}_greedy_ids"].tolist(), f"prompt {prompt}"
+        logits = stored[f"p{prompt}_greedy_logits"]
+        top = logits.max(axis=1)
+        expected = -np.log(np.exp(logits - top[:, None]).sum(axis=1))
+        found = [entry[token].logprob for token, entry in zip(tokens, output.outputs[0].logprobs, strict=True)]
+        np.testing.assert_allclose(found, expected, rtol=0, atol=2 * LOGIT_TOLERANCE[model])
+
+
+def check(case: dict) -> None:
+    llm = load(case)
+    check_greedy(llm, case["model"])
+    for prompt in prompts_of(case["model"]):
+        check_inside(llm, case["model"], prompt)
+    assert llm.engine.stats().cache_usage == 0, "pages are still held"
+
+
+def test_the_default_cases_cover_every_pair():
+    cases = pairwise(FACTORS)
+    wanted = set().union(*(pairs_of(case) for case in all_of(FACTORS)))
+    assert set().union(*(pairs_of(case) for case in cases)) == wanted
+    assert len(cases) < 60
+
+
+@pytest.mark.parametrize("case", pairwise(FACTORS), ids=name_of)
+def test_golden(case, devices):
+    devices(case["mesh"][0])
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", all_of(PRODUCT), ids=name_of)
+def test_golden_full_product(case, devices):
+    devices(case["mesh"][0])
+    check(case)
