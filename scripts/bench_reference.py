@@ -16,9 +16,9 @@ What is timed, after a warm-up and on both sides token by token:
 - glm_dcp_jax: the engine steps that LLM.generate drives, with scheduling, sampling and output. Prefill is the time
   until the first token of a prompt, decode the time from one token to the next.
 
-Prefill is the median of 5 prompts of 1024 tokens, decode of 32 tokens. The fastest one is printed beside the
-median: where the two are far apart, something else was running, and the comparison should be repeated on a quiet
-machine.
+Prefill is the median of 5 prompts of 1024 tokens, decode of 32 tokens; the fastest one is printed beside it. Where
+other processes were busy meanwhile (Linux only), a warning says so: that slows torch far more than proportionally,
+so such a ratio says nothing.
 """
 
 import argparse
@@ -34,6 +34,7 @@ from statistics import median
 PREFILL_TOKENS = 1024
 PREFILL_REPEATS = 5
 DECODE_STEPS = 32
+BUSY = 0.2  # cores used by others from which on a result is not to be trusted
 WARM_STEPS = 2  # decode steps before these, in which caches grow for the first time
 VOCAB_SIZE = 8192
 THREAD_VARIABLES = (
@@ -173,14 +174,27 @@ def measure_ours(checkpoint: Path, contexts: list[int]) -> dict:
     }
 
 
+def machine_seconds() -> float | None:
+    """CPU seconds all processes together have used since boot; None where the system does not say."""
+    try:
+        fields = Path("/proc/stat").read_text().splitlines()[0].split()
+    except OSError:
+        return None
+    user, nice, system, _idle, _iowait, irq, softirq = map(int, fields[1:8])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
 def run_side(side: str, workdir: Path, contexts: list[int], threads: int) -> None:
     """Child process: measures one system on `threads` cores of the CPU and writes workdir/SIDE.json."""
     os.environ.update({name: str(threads) for name in THREAD_VARIABLES} | {"JAX_PLATFORMS": "cpu"})
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
-    load = os.getloadavg()[0]
+    machine, own, wall = machine_seconds(), time.process_time(), time.perf_counter()
     measure = measure_transformers if side == "transformers" else measure_ours
-    result = measure(workdir / "model", contexts) | {"load_average_before": load}
+    result = measure(workdir / "model", contexts)
+    if machine is not None:
+        others = machine_seconds() - machine - (time.process_time() - own)
+        result["cores_used_by_others"] = round(others / (time.perf_counter() - wall), 2)
     (workdir / f"{side}.json").write_text(json.dumps(result, indent=1))
 
 
@@ -210,6 +224,11 @@ def print_table(results: dict[str, dict], contexts: list[int]) -> None:
         )
         ratio = f"{middles[0] / middles[1]:>8.2f}x" if len(middles) == 2 else f"{'-':>9}"
         print(f"{name:16}{cells}{ratio}")
+    for side, result in results.items():
+        if (others := result.get("cores_used_by_others", 0)) > BUSY:
+            print(
+                f"WARNING: other processes used {others} cores while {SIDES[side]} was measured; repeat this"
+            )
 
 
 def main() -> int:

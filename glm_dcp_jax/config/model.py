@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from glm_dcp_jax.config.errors import ConfigError
-from glm_dcp_jax.config.schedule import Run, full_layers, runs_of, sparse_layers
+from glm_dcp_jax.config.schedule import Run, full_layers, runs_of, sparse_layers, stages_of
 
 MODEL_TYPE = "glm_moe_dsa"
 LATENT_NORM_EPS = 1e-6
@@ -69,6 +69,11 @@ class ModelConfig:
     full: tuple[bool, ...]
     sparse: tuple[bool, ...]
     runs: tuple[Run, ...]
+
+    @property
+    def stages(self) -> tuple[Run, ...]:
+        """The runs as executed: scans of several groups, and single groups."""
+        return stages_of(self.runs)
 
     @property
     def qk_head_dim(self) -> int:

@@ -92,6 +92,22 @@ def sparse_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...
     return tuple(kind == "sparse" for kind in types)
 
 
+SHORTEST_SCAN = 3
+"""Runs of fewer groups are not worth a scan, which reads its weights through copies."""
+
+
+def stages_of(runs: Sequence[Run]) -> tuple[Run, ...]:
+    """The runs as the network executes them: each scanned, but short ones as single groups one after the other."""
+    stages: list[Run] = []
+    for run in runs:
+        if run.num_groups >= SHORTEST_SCAN:
+            stages.append(run)
+        else:
+            for group in range(run.num_groups):
+                stages.append(Run(run.layer(group, 0), run.first_full + group, 1, run.sparse))
+    return tuple(stages)
+
+
 def runs_of(full: Sequence[bool], sparse: Sequence[bool]) -> tuple[Run, ...]:
     """Cut the layers into share groups and join equal neighbours into runs."""
     starts = [layer for layer, is_full in enumerate(full) if is_full] + [len(full)]

@@ -71,4 +71,7 @@ class LatentAttention(nnx.Module):
 
     def project_out(self, values: Float[Array, "T h v"]) -> Float[Array, "T H"]:
         """This rank's part of the output projection, float32, to be summed over all ranks."""
-        return jnp.einsum("thv,ohv->to", values, self.output[...], preferred_element_type=jnp.float32)
+        hidden, heads, width = self.output.shape
+        # As one flat product: with heads and width apart, XLA:CPU transposes the weight at every call.
+        flat, weight = values.reshape(-1, heads * width), self.output[...].reshape(hidden, heads * width)
+        return jnp.einsum("ti,oi->to", flat, weight, preferred_element_type=jnp.float32)

@@ -54,12 +54,12 @@ def _keys(path: tuple) -> list:
 
 def _run_of(path: tuple, config: ModelConfig) -> Run | None:
     keys = _keys(path)
-    return config.runs[keys[1]] if keys[0] == "runs" else None
+    return config.stages[keys[1]] if keys[0] == "stages" else None
 
 
 def _member_of(path: tuple) -> int:
     keys = _keys(path)
-    return keys[3] if keys[0] == "runs" else 0
+    return keys[3] if keys[0] == "stages" else 0
 
 
 def _groups(run: Run | None) -> range:

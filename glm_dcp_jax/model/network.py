@@ -22,7 +22,7 @@ from glm_dcp_jax.parallel.sharding import spec_of
 
 
 class StepOutput(NamedTuple):
-    """logits: [M, V] float32 of the asked rows. When captured, else None: embedded [T, H], a GroupTrace per run.
+    """logits: [M, V] float32 of the asked rows. When captured, else None: embedded [T, H], a GroupTrace per stage.
 
     In the same shape it describes a step's results by PartitionSpecs, hence the open types.
     """
@@ -34,16 +34,16 @@ class StepOutput(NamedTuple):
 
 
 class Network(nnx.Module):
-    """All weights. Each run is one ShareGroup; the weights of several equal groups are stacked along a leading axis."""
+    """All weights. Each stage is one ShareGroup; the weights of several equal groups are stacked along a leading axis."""
 
     def __init__(self, config: ModelConfig, dtype: Any, tp: int) -> None:
         self.config = config
         make = Maker(dtype, tp)
         table = (config.vocab_size, config.hidden_size)
         self.embedding = make.weight("model.embed_tokens.weight", table, ("vocab", None))
-        self.runs = nnx.List(
+        self.stages = nnx.List(
             ShareGroup(config, run.sparse, Maker(dtype, tp, run.num_groups if run.num_groups > 1 else None))
-            for run in config.runs
+            for run in config.stages
         )
         self.norm = make.weight("model.norm.weight", (config.hidden_size,))
         head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
@@ -70,7 +70,7 @@ class Network(nnx.Module):
         )
         x = embedded = self.embed(tokens)
         index_keys, records, traces = pools.index_keys, [], []
-        for run, group in zip(config.runs, self.runs, strict=True):
+        for run, group in zip(config.stages, self.stages, strict=True):
             x, index_keys, run_records, trace = _run(run, group, x, index_keys, pools.ckv, context, capture)
             records.append(run_records)
             traces.append(trace)
