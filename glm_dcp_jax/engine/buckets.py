@@ -68,8 +68,9 @@ class Buckets:
         return self.prefill_rows[-1]
 
     def lines_fit(self, rows: int) -> bool:
-        """Whether prefill_lines chunks of `rows` tokens stay within the step's token budget."""
-        return self.prefill_lines > 1 and rows * self.prefill_lines <= self.largest_chunk
+        """Whether prefill_lines chunks of `rows` tokens, padded to their bucket, stay within the step's token budget."""
+        padded = rung(self.prefill_rows, rows)
+        return self.prefill_lines > 1 and padded * self.prefill_lines <= self.largest_chunk
 
     def decode(self, requests: int, context: int) -> StepShape:
         """The step for `requests` requests of at most `context` tokens, the new one included."""
@@ -92,10 +93,10 @@ class Buckets:
         ]
         prefills = [
             self.prefill(count, rows, context)
-            for rows in self.prefill_rows
+            for below, rows in zip((0, *self.prefill_rows), self.prefill_rows, strict=False)
             for count in ((1, self.prefill_lines) if self.lines_fit(rows) else (1,))
             for context in self.prefill_contexts
-            if context == rung(self.prefill_contexts, 1) or context >= rows
+            if context > below  # a chunk of this bucket is longer than the one below
         ]
         return list(dict.fromkeys(decodes + prefills))
 

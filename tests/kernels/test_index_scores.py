@@ -11,7 +11,13 @@ from glm_dcp_jax.kernels.index_scores import index_scores
 from glm_dcp_jax.kernels.index_scores.reference import _ROWS_AT_ONCE
 
 # rows, heads, width, keys; few shapes, because jax compiles each.
-SHAPES = [(1, 1, 1, 1), (3, 4, 8, 5), (_ROWS_AT_ONCE, 3, 16, 7), (_ROWS_AT_ONCE + 1, 3, 16, 7), (40, 5, 4, 33)]
+SHAPES = [
+    (1, 1, 1, 1),
+    (3, 4, 8, 5),
+    (_ROWS_AT_ONCE, 3, 16, 7),
+    (_ROWS_AT_ONCE + 1, 3, 16, 7),
+    (40, 5, 4, 33),
+]
 
 scores_of = jax.jit(index_scores)
 

@@ -155,7 +155,10 @@ def test_blocks_are_the_largest_that_divide_the_rows_and_fit(count: int, fit: in
         sizes.append(len(numbers))
         return {"sum": numbers + letters[:, 0], "rows": letters * 2}
 
-    numbers, letters = np.arange(count, dtype=np.int32), np.arange(2 * count, dtype=np.int32).reshape(count, 2)
+    numbers, letters = (
+        np.arange(count, dtype=np.int32),
+        np.arange(2 * count, dtype=np.int32).reshape(count, 2),
+    )
     found = map_row_blocks(compute, 100, numbers, letters, workspace=100 * fit + 99)
     np.testing.assert_array_equal(found["sum"], numbers + letters[:, 0])
     np.testing.assert_array_equal(found["rows"], letters * 2)

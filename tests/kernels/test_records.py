@@ -93,7 +93,10 @@ def test_what_is_written_is_read_back_bit_for_bit() -> None:
 
 def test_a_donated_pool_is_written_in_place() -> None:
     pool = jax.ShapeDtypeStruct((LAYERS, 10_000, WIDTH), np.float32)
-    slots, records = jax.ShapeDtypeStruct((8,), np.int32), jax.ShapeDtypeStruct((LAYERS, 8, WIDTH), np.float32)
+    slots, records = (
+        jax.ShapeDtypeStruct((8,), np.int32),
+        jax.ShapeDtypeStruct((LAYERS, 8, WIDTH), np.float32),
+    )
     compiled = jax.jit(commit_records, donate_argnums=0).lower(pool, slots, records).compile()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == LAYERS * 10_000 * WIDTH * 4

@@ -1,0 +1,135 @@
+"""The cache's device arrays: shapes, sharding, donation, and that steps write where placement says and nowhere else."""
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from glm_dcp_jax.cache.capacity import page_bytes
+from glm_dcp_jax.cache.placement import Layout
+from glm_dcp_jax.cache.pools import Pools, make_pools, placed, pool_shapes
+from glm_dcp_jax.cache.records import RecordFormat
+from glm_dcp_jax.config import ModelConfig, ParallelConfig
+from glm_dcp_jax.engine.runner import Line, Runner
+from glm_dcp_jax.parallel.mesh import make_mesh
+
+sys.path.append(str(Path(__file__).parents[1] / "engine"))
+
+from tiny import CONFIG, random_prompts, tiny_llm, write_tiny
+
+MODEL = ModelConfig.from_hf(CONFIG)
+PAGES = 7
+LAYOUT = Layout(block_size=4, world=2, interleave=2)
+
+
+def pools_on(tp: int, layout: Layout, dtype: str) -> Pools:
+    mesh = make_mesh(ParallelConfig(tp, layout.world))
+    return make_pools(mesh, pool_shapes(MODEL, layout, RecordFormat.named(dtype, MODEL), PAGES))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("tp", "dcp"), [(1, 1), (4, 2), (4, 4), (3, 3)])
+class TestMaking:
+    def test_shapes_are_layers_slots_and_widths_and_all_is_zero(self, devices, tp, dcp, dtype):
+        devices(tp)
+        pools = pools_on(tp, Layout(4, dcp), dtype)
+        slots = PAGES * 4 * dcp
+        assert pools.ckv.shape == (4, slots, MODEL.kv_lora_rank + MODEL.qk_rope_head_dim)
+        assert pools.index_keys.shape == (3, slots, MODEL.index_head_dim)
+        for pool in pools:
+            assert pool.dtype == jnp.dtype(dtype) and not np.asarray(pool).any()
+
+    def test_records_are_split_over_the_dcp_axis_and_index_keys_are_everywhere(self, devices, tp, dcp, dtype):
+        devices(tp)
+        pools = pools_on(tp, Layout(4, dcp), dtype)
+        local = PAGES * 4
+        for shard in pools.ckv.addressable_shards:
+            rank = jax.devices().index(shard.device) % dcp  # neighbours form a DCP group
+            assert shard.index[1].indices(dcp * local)[:2] == (rank * local, (rank + 1) * local)
+        assert pools.index_keys.is_fully_replicated
+
+    def test_each_device_holds_the_bytes_that_capacity_counts(self, devices, tp, dcp, dtype):
+        devices(tp)
+        layout = Layout(4, dcp)
+        held = dict.fromkeys(jax.devices()[:tp], 0)
+        for pool in pools_on(tp, layout, dtype):
+            for shard in pool.addressable_shards:
+                held[shard.device] += shard.data.nbytes
+        each = page_bytes(MODEL, layout, RecordFormat.named(dtype, MODEL))
+        assert set(held.values()) == {PAGES * each}
+
+
+def test_placed_shapes_are_what_made_pools_are(devices):
+    devices(4)
+    mesh = make_mesh(ParallelConfig(4, 2))
+    shapes = pool_shapes(MODEL, LAYOUT, RecordFormat.named("bfloat16", MODEL), PAGES)
+    for wanted, made in zip(placed(mesh, shapes), make_pools(mesh, shapes), strict=True):
+        assert (wanted.shape, wanted.dtype, wanted.sharding) == (made.shape, made.dtype, made.sharding)
+
+
+@pytest.fixture(scope="module")
+def runner(devices, tmp_path_factory) -> Runner:
+    devices(4)
+    llm = tiny_llm(
+        write_tiny(tmp_path_factory.mktemp("model")),
+        tensor_parallel_size=4,
+        decode_context_parallel_size=2,
+        cp_kv_cache_interleave_size=2,
+        num_gpu_blocks_override=20,
+    )
+    return llm.engine.runner
+
+
+def written(pool: jax.Array) -> set[int]:
+    """Slots of a pool in which any layer holds anything."""
+    return set(np.flatnonzero(np.asarray(pool).any(axis=(0, 2))).tolist())
+
+
+class TestSteps:
+    TOKENS = random_prompts(19)[0]
+    TABLE = (5, 2, 9)  # three pages of 8 tokens
+
+    def expected(self, runner: Runner, length: int) -> tuple[set[int], set[int]]:
+        """Slots of the first `length` tokens in both pools, counted over the whole arrays."""
+        local = runner.num_pages * LAYOUT.block_size
+        ckv, index = set(), set()
+        for position in range(length):
+            page = self.TABLE[position // 8]
+            ckv.add(LAYOUT.owner(position) * local + LAYOUT.slot(position, page))
+            index.add(page * 8 + position % 8)
+        return ckv, index
+
+    def test_a_prefill_chunk_and_a_decode_token_land_where_placement_says(self, runner):
+        """Padded rows (13 of 16, 3 of 4 requests) write nothing, not even into the null page."""
+        runner.reset_pools()
+        runner.prefill([Line(self.TOKENS[:13], 0, self.TABLE)])
+        assert (written(runner.pools.ckv), written(runner.pools.index_keys)) == self.expected(runner, 13)
+        runner.decode([Line(self.TOKENS[13:14], 13, self.TABLE)])
+        assert (written(runner.pools.ckv), written(runner.pools.index_keys)) == self.expected(runner, 14)
+        runner.prefill([Line(self.TOKENS[14:], 14, self.TABLE)])
+        assert (written(runner.pools.ckv), written(runner.pools.index_keys)) == self.expected(runner, 19)
+
+    def test_replicas_hold_the_same_records_bit_for_bit(self, runner):
+        runner.reset_pools()
+        runner.prefill([Line(self.TOKENS, 0, self.TABLE)])
+        for pool in runner.pools:
+            parts: dict[str, bytes] = {}
+            for shard in pool.addressable_shards:
+                content = np.asarray(shard.data).tobytes()
+                assert parts.setdefault(str(shard.index), content) == content
+
+    def test_every_step_takes_the_pools_and_gives_new_ones_laid_out_alike(self, runner):
+        runner.reset_pools()
+        for step in (
+            lambda: runner.prefill([Line(self.TOKENS, 0, self.TABLE)]),
+            lambda: runner.decode([Line([7], 19, self.TABLE)]),
+        ):
+            before = runner.pools
+            step()
+            assert before.ckv.is_deleted() and before.index_keys.is_deleted()
+            for old, new in zip(before, runner.pools, strict=True):
+                assert (new.shape, new.dtype) == (old.shape, old.dtype) and not new.is_deleted()
+                assert new.sharding.is_equivalent_to(old.sharding, ndim=3)

@@ -1,0 +1,72 @@
+"""The published config.json files of the family, as dicts: GLM-5.2 in full, GLM-5 as what it does differently."""
+
+GLM_5_2 = {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "model_type": "glm_moe_dsa",
+    "dtype": "bfloat16",
+    "vocab_size": 154880,
+    "hidden_size": 6144,
+    "num_hidden_layers": 78,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "head_dim": 192,
+    "q_lora_rank": 2048,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "qk_head_dim": 256,
+    "v_head_dim": 256,
+    "intermediate_size": 12288,
+    "first_k_dense_replace": 3,
+    "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 75,
+    "moe_layer_freq": 1,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 2048,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "moe_router_dtype": "float32",
+    "index_topk": 2048,
+    "index_n_heads": 32,
+    "index_head_dim": 128,
+    # Written out by hand, not by the rule that the code follows: 0, 1, 2, then every fourth.
+    "indexer_types": ["full", "full"] + ["full", "shared", "shared", "shared"] * 19,
+    "index_topk_freq": 4,
+    "index_skip_topk_offset": 3,
+    "index_topk_pattern": None,
+    "indexer_rope_interleave": True,
+    "rope_interleave": True,
+    "index_share_for_mtp_iteration": True,
+    "num_nextn_predict_layers": 1,
+    "rope_parameters": {"rope_theta": 8000000, "rope_type": "default"},
+    "max_position_embeddings": 1048576,
+    "rms_norm_eps": 1e-05,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "tie_word_embeddings": False,
+    "eos_token_id": [154820, 154827, 154829],
+    "pad_token_id": 154820,
+    "initializer_range": 0.02,
+    "ep_size": 1,
+    "pretraining_tp": 1,
+    "use_cache": True,
+    "transformers_version": "5.12.0",
+}
+
+_ABSENT_IN_GLM_5 = (
+    "mlp_layer_types indexer_types index_topk_freq index_skip_topk_offset index_topk_pattern "
+    "index_share_for_mtp_iteration moe_router_dtype rope_parameters dtype"
+).split()
+
+GLM_5 = {name: value for name, value in GLM_5_2.items() if name not in _ABSENT_IN_GLM_5} | {
+    "torch_dtype": "bfloat16",
+    "head_dim": 64,
+    "rope_theta": 1000000,
+    "max_position_embeddings": 202752,
+}

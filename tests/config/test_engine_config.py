@@ -1,0 +1,106 @@
+"""The engine's settings refuse what cannot work, and list what would."""
+
+import dataclasses
+import math
+
+import pytest
+
+from glm_dcp_jax.config import CacheConfig, ConfigError, EngineConfig, ParallelConfig, SchedulerConfig
+
+
+@pytest.mark.parametrize("tp", range(1, 13))
+def test_dcp_divides_tp_or_the_error_lists_what_does(tp):
+    divisors = [dcp for dcp in range(1, tp + 1) if tp % dcp == 0]
+    for dcp in range(1, tp + 3):
+        if dcp in divisors:
+            assert ParallelConfig(tp, dcp).replicas * dcp == tp
+            continue
+        with pytest.raises(ConfigError) as raised:
+            ParallelConfig(tp, dcp)
+        assert str(raised.value) == (
+            f"decode_context_parallel_size {dcp} does not divide tensor_parallel_size {tp}; "
+            f"use one of {', '.join(map(str, divisors))}"
+        )
+
+
+@pytest.mark.parametrize("block", [1, 6, 16, 64])
+def test_interleave_divides_the_block_or_the_error_lists_what_does(block):
+    divisors = [size for size in range(1, block + 1) if block % size == 0]
+    for interleave in range(1, block + 3):
+        if interleave in divisors:
+            assert CacheConfig(block, interleave).cp_kv_cache_interleave_size == interleave
+            continue
+        with pytest.raises(ConfigError) as raised:
+            CacheConfig(block, interleave)
+        assert str(raised.value) == (
+            f"cp_kv_cache_interleave_size {interleave} does not divide block_size {block}; "
+            f"use one of {', '.join(map(str, divisors))}"
+        )
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (ParallelConfig, "tensor_parallel_size"),
+        (ParallelConfig, "decode_context_parallel_size"),
+        (CacheConfig, "block_size"),
+        (CacheConfig, "cp_kv_cache_interleave_size"),
+        (CacheConfig, "num_gpu_blocks_override"),
+        (CacheConfig, "kv_cache_memory_bytes"),
+        (SchedulerConfig, "max_model_len"),
+        (SchedulerConfig, "max_num_seqs"),
+        (SchedulerConfig, "max_num_batched_tokens"),
+    ],
+)
+@pytest.mark.parametrize("value", [0, -1, 1.0, "1", True])
+def test_counts_are_integers_of_at_least_one(kind, name, value):
+    with pytest.raises(ConfigError, match=f"{name} must be an integer of at least 1, but is {value!r}"):
+        kind(**{name: value})
+
+
+@pytest.mark.parametrize("value", [0.0, -0.1, 1.01, math.nan, math.inf])
+def test_memory_utilization_is_a_share(value):
+    with pytest.raises(ConfigError, match="gpu_memory_utilization .* must be above 0 and at most 1"):
+        CacheConfig(gpu_memory_utilization=value)
+    assert CacheConfig(gpu_memory_utilization=1.0).gpu_memory_utilization == 1.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (ParallelConfig, "dcp_comm_backend"),
+        (ParallelConfig, "dcp_prefill_path"),
+        (CacheConfig, "kv_cache_dtype"),
+        (EngineConfig, "dtype"),
+    ],
+)
+def test_words_are_checked(kind, name):
+    settings = {"model": "m"} if kind is EngineConfig else {}
+    with pytest.raises(ConfigError, match=f"{name} 'fp8' is unknown; use one of "):
+        kind(**settings, **{name: "fp8"})
+
+
+@pytest.mark.parametrize("name", ["precompile_bs_paddings", "precompile_token_paddings"])
+@pytest.mark.parametrize("sizes", [(), (4, 1), (4, 4)])
+def test_paddings_ascend(name, sizes):
+    with pytest.raises(ConfigError, match=f"{name} must be ascending sizes such as 1,4,16"):
+        SchedulerConfig(**{name: sizes})
+
+
+@pytest.mark.parametrize("sizes", [(0, 4), (1.5,), ("4",)])
+def test_paddings_are_positive_integers(sizes):
+    with pytest.raises(ConfigError, match="precompile_bs_paddings must be an integer of at least 1"):
+        SchedulerConfig(precompile_bs_paddings=sizes)
+
+
+@pytest.mark.parametrize("eps", [0.0, -1e-6, math.nan])
+def test_the_latent_eps_is_positive(eps):
+    with pytest.raises(ConfigError, match="latent_norm_eps .* must be above 0"):
+        EngineConfig("m", latent_norm_eps=eps)
+
+
+def test_settings_are_frozen():
+    for settings in (EngineConfig("m"), ParallelConfig(), CacheConfig(), SchedulerConfig()):
+        name = dataclasses.fields(settings)[0].name
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(settings, name, getattr(settings, name))
