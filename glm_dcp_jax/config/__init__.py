@@ -3,6 +3,7 @@
 from glm_dcp_jax.config.engine import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from glm_dcp_jax.config.errors import ConfigError
 from glm_dcp_jax.config.flags import FLAGS, REFUSED, Flag, engine_config
+from glm_dcp_jax.config.generation import SamplingDefaults, sampling_defaults
 from glm_dcp_jax.config.model import ModelConfig
 from glm_dcp_jax.config.schedule import Run
 
@@ -16,6 +17,8 @@ __all__ = [
     "ModelConfig",
     "ParallelConfig",
     "Run",
+    "SamplingDefaults",
     "SchedulerConfig",
     "engine_config",
+    "sampling_defaults",
 ]

@@ -8,6 +8,7 @@ COMM_BACKENDS = ("ag_rs", "a2a")
 PREFILL_PATHS = ("auto", "context", "queries")
 DECODE_PATHS = ("queries",)
 RECORD_FORMATS = ("auto", "float32", "bfloat16")
+GENERATION_CONFIGS = ("auto", "vllm")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -94,8 +95,8 @@ class CacheConfig:
 class SchedulerConfig:
     """Limits of one step. max_model_len None: as long as the model and the cache allow.
 
-    precompile_*_paddings: the sizes steps are compiled for (requests of a decode step, rows of a prefill chunk), ascending;
-    None: powers of 4. The limits themselves are always among them.
+    precompile_*_paddings: the sizes steps are compiled for (requests of a decode step, rows of a prefill chunk),
+    ascending; None: powers of 4. The limits themselves are always among them.
     """
 
     max_model_len: int | None = None
@@ -126,9 +127,11 @@ class EngineConfig:
     dtype: str = "auto"
     seed: int = 0
     latent_norm_eps: float = 1e-6
+    generation_config: str = "auto"
     hf_overrides: tuple[tuple[str, object], ...] = ()
 
     def __post_init__(self) -> None:
         one_of("dtype", self.dtype, DTYPES)
+        one_of("generation_config", self.generation_config, GENERATION_CONFIGS)
         if self.latent_norm_eps <= 0:
             raise ConfigError(f"latent_norm_eps {self.latent_norm_eps} must be above 0")

@@ -12,6 +12,7 @@ from typing import Any
 from glm_dcp_jax.config.engine import (
     COMM_BACKENDS,
     DTYPES,
+    GENERATION_CONFIGS,
     PREFILL_PATHS,
     RECORD_FORMATS,
     CacheConfig,
@@ -58,6 +59,11 @@ FLAGS = (
     Flag("precompile_bs_paddings", "batch sizes to compile decode for, as 1,4,16; unset: powers of 4"),
     Flag("precompile_token_paddings", "chunk sizes to compile prefill for, as 16,64,256; unset: powers of 4"),
     Flag("latent_norm_eps", "eps of the norms of the query and KV latents (vLLM uses rms_norm_eps)"),
+    Flag(
+        "generation_config",
+        "sampling defaults; auto: the checkpoint's, vllm: SamplingParams'",
+        GENERATION_CONFIGS,
+    ),
     Flag("hf_overrides", "JSON object laid over config.json"),
 )
 

@@ -53,6 +53,7 @@ class AsyncEngine:
         self._engine = engine
         self.config, self.model_config = engine.config, engine.model_config
         self.max_model_len, self.tokenizer = engine.max_model_len, engine.tokenizer
+        self.sampling_defaults = engine.sampling_defaults
         self._calls: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._mailboxes: dict[str, _Mailbox] = {}

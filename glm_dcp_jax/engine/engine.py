@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from glm_dcp_jax.cache.capacity import capacity_lines
-from glm_dcp_jax.config import ConfigError, EngineConfig, ModelConfig
+from glm_dcp_jax.config import ConfigError, EngineConfig, ModelConfig, SamplingDefaults, sampling_defaults
 from glm_dcp_jax.engine.detokenizer import Detokenizer
 from glm_dcp_jax.engine.outputs import Logprob, RequestOutput
 from glm_dcp_jax.engine.runner import Line, Runner
@@ -43,9 +43,16 @@ class Engine:
     """Everything one mesh serves. Build with `from_config`; then add_request, step until nothing is unfinished."""
 
     def __init__(
-        self, config: EngineConfig, model: ModelConfig, runner: Runner, tokenizer: Tokenizer | None
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        runner: Runner,
+        tokenizer: Tokenizer | None,
+        defaults: SamplingDefaults,
     ) -> None:
+        """defaults: SamplingParams fields for requests that leave them open."""
         self.config, self.model_config, self.runner, self.tokenizer = config, model, runner, tokenizer
+        self.sampling_defaults = defaults
         self.max_model_len = runner.max_model_len
         self.scheduler = Scheduler(
             runner.buckets, runner.layout, runner.num_pages, config.scheduler.max_num_seqs
@@ -69,7 +76,8 @@ class Engine:
             raise ConfigError(
                 f"the tokenizer has {tokenizer.vocab_size} tokens, but the model's vocab_size is {model.vocab_size}"
             )
-        return Engine(config, model, Runner(config, model, Checkpoint.open(directory)), tokenizer)
+        defaults = sampling_defaults(directory, config.generation_config)
+        return Engine(config, model, Runner(config, model, Checkpoint.open(directory)), tokenizer, defaults)
 
     def add_request(
         self, request_id: str, prompt_token_ids: Ids[int], params: SamplingParams, prompt: str | None = None

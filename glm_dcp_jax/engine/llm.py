@@ -40,12 +40,14 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Continue every prompt; outputs are in the prompts' order. One SamplingParams serves all, or one for each.
+        """Continue every prompt; outputs are in the prompts' order. One SamplingParams serves all, or one for each;
+
+        None takes the checkpoint's defaults.
 
         Raises ValueError for a prompt that cannot run; then nothing is generated.
         """
         many = _as_list(prompts)
-        params = sampling_params if sampling_params is not None else SamplingParams()
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         each = [params] * len(many) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(many):
             raise ValueError(
@@ -85,6 +87,10 @@ class LLM:
         from glm_dcp_jax.engine.capture import compute_logits
 
         return compute_logits(self.engine, list(token_ids), capture)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """SamplingParams with what the checkpoint's generation_config.json suggests."""
+        return SamplingParams(**self.engine.sampling_defaults)  # type: ignore[arg-type]
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer."""

@@ -92,7 +92,7 @@ class Chat:
         requested = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         max_tokens = output_budget(len(prompt), requested, engine.max_model_len, "messages")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        params = body.sampling_params(max_tokens, logprobs, detokenize=True)
+        params = body.sampling_params(engine.sampling_defaults, max_tokens, logprobs, detokenize=True)
         return Work(self._id, prompt, params, blame="messages")
 
     def _role_chunk(self, index: int) -> dict[str, Any]:

@@ -97,7 +97,9 @@ class Completion:
         )
         if body.stop:
             self._context.tokenizer("a stop string", "stop")
-        params = body.sampling_params(max_tokens, body.logprobs, detokenize=engine.tokenizer is not None)
+        params = body.sampling_params(
+            engine.sampling_defaults, max_tokens, body.logprobs, detokenize=engine.tokenizer is not None
+        )
         return Work(request_id, prompt, params, blame="prompt")
 
     def _choice(self, delta: Delta) -> dict[str, Any]:

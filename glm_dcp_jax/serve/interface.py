@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
-from glm_dcp_jax.config import EngineConfig
+from glm_dcp_jax.config import EngineConfig, SamplingDefaults
 from glm_dcp_jax.engine.outputs import RequestOutput
 from glm_dcp_jax.engine.sampling_params import SamplingParams
 from glm_dcp_jax.engine.tokenizer import Tokenizer
@@ -43,6 +43,7 @@ class Engine(Protocol):
     config: EngineConfig
     max_model_len: int
     tokenizer: Tokenizer | None
+    sampling_defaults: SamplingDefaults
 
     def generate(
         self, prompt_token_ids: list[int], params: SamplingParams, request_id: str

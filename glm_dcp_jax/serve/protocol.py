@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, StrictInt, model_validator
 from pydantic_core import PydanticCustomError
 
+from glm_dcp_jax.config import SamplingDefaults
 from glm_dcp_jax.engine.sampling_params import ParameterError, SamplingParams
 from glm_dcp_jax.serve.errors import ApiError
 from glm_dcp_jax.serve.unsupported import refuse_unsupported
@@ -111,9 +112,12 @@ class GenerationRequest(Request):
         """Whether a stream ends with a usage chunk."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def sampling_params(self, max_tokens: int, logprobs: int | None, detokenize: bool) -> SamplingParams:
-        """Raises ApiError 400 for a value out of range."""
-        sampling = {
+    def sampling_params(
+        self, defaults: SamplingDefaults, max_tokens: int, logprobs: int | None, detokenize: bool
+    ) -> SamplingParams:
+        """defaults: for fields left open. Raises ApiError 400 for a value out of range."""
+        sampling: dict[str, Any] = {name: value for name, value in defaults.items() if name != "max_tokens"}
+        sampling |= {
             name: getattr(self, name)
             for name in ("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids")
             if getattr(self, name) is not None

@@ -32,7 +32,9 @@ PRODUCT = {**FACTORS, "mesh": ((4, 4), (8, 4))}
 
 def name_of(case: dict) -> str:
     tp, dcp = case["mesh"]
-    rest = [case[key] for key in ("interleave", "block_size", "chunk", "prefill_path", "backend", "max_model_len")]
+    rest = [
+        case[key] for key in ("interleave", "block_size", "chunk", "prefill_path", "backend", "max_model_len")
+    ]
     return "-".join(map(str, (case["model"], f"tp{tp}", f"dcp{dcp}", *rest)))
 
 
@@ -84,7 +86,9 @@ def check_inside(llm: LLM, model: str, prompt: int) -> None:
         np.testing.assert_allclose(seen.hidden[:, :length], stored["hidden"], rtol=0, atol=HIDDEN_TOLERANCE)
     for layer, chosen in seen.selections.items():
         np.testing.assert_array_equal(chosen[:length], stored[f"topk_L{layer}"], f"selection, layer {layer}")
-        np.testing.assert_array_equal(chosen[length:], stored[f"greedy_topk_L{layer}"], f"greedy, layer {layer}")
+        np.testing.assert_array_equal(
+            chosen[length:], stored[f"greedy_topk_L{layer}"], f"greedy, layer {layer}"
+        )
     for layer, experts in seen.router_ids.items():
         if f"router_ids_L{layer}" in stored:
             np.testing.assert_array_equal(experts[:length], stored[f"router_ids_L{layer}"])
@@ -103,7 +107,9 @@ def check_greedy(llm: LLM, model: str) -> None:
         logits = stored[f"p{prompt}_greedy_logits"]
         top = logits.max(axis=1)
         expected = -np.log(np.exp(logits - top[:, None]).sum(axis=1))
-        found = [entry[token].logprob for token, entry in zip(tokens, output.outputs[0].logprobs, strict=True)]
+        found = [
+            entry[token].logprob for token, entry in zip(tokens, output.outputs[0].logprobs, strict=True)
+        ]
         np.testing.assert_allclose(found, expected, rtol=0, atol=2 * LOGIT_TOLERANCE[model])
 
 

@@ -47,6 +47,7 @@ class FakeEngine:
         self.config = EngineConfig(model="somewhere/fake")
         self.max_model_len = MAX_MODEL_LEN
         self.tokenizer = tokenizer() if with_tokenizer else None
+        self.sampling_defaults: dict[str, int | float] = {}
         self.delay = delay
         self.burst = burst
         self.is_ready = True

@@ -181,3 +181,10 @@ async def test_without_a_tokenizer_token_ids_still_work(client_of):
         assert "loaded without" in refused.json()["error"]["message"]
     chat = await client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]})
     assert chat.status_code == 400 and "loaded without" in chat.json()["error"]["message"]
+
+
+async def test_fields_left_open_take_the_checkpoints_sampling_defaults(post, engine):
+    engine.sampling_defaults = {"temperature": 0.25, "top_p": 0.5, "max_tokens": 3}
+    await post(PATH, prompt=[5], max_tokens=1, top_p=0.75)
+    used = engine.params[-1]
+    assert (used.temperature, used.top_p, used.max_tokens) == (0.25, 0.75, 1)
