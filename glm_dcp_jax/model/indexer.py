@@ -1,12 +1,12 @@
 """The lightning indexer of a Full layer: index keys, index queries, and the selection."""
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from glm_dcp_jax.config import ModelConfig
 from glm_dcp_jax.config.model import INDEX_NORM_EPS
+from glm_dcp_jax.kernels.each_request import each_request
 from glm_dcp_jax.kernels.index_scores import index_scores
 from glm_dcp_jax.kernels.row_blocks import map_row_blocks
 from glm_dcp_jax.kernels.topk import select_mask, select_positions
@@ -74,4 +74,4 @@ def select(
 
         return map_row_blocks(rows, 4 * request_keys.shape[0] * 4, request_q, request_w, rows_visible)
 
-    return jax.vmap(one_request)(queries, head_weights, keys.astype(queries.dtype), visible)
+    return each_request(one_request, queries, head_weights, keys.astype(queries.dtype), visible)

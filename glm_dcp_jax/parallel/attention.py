@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from glm_dcp_jax.cache.placement import Layout
 from glm_dcp_jax.cache.records import RecordFormat
+from glm_dcp_jax.kernels.row_blocks import WORKSPACE_BYTES
 from glm_dcp_jax.parallel.batch import Block, Selection
 
 Plan = Any
@@ -44,7 +45,10 @@ class AttentionLayer(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionSettings:
-    """What all paths share: cache geometry and format, merge backend, softmax scale and sizes."""
+    """What all paths share: cache geometry and format, merge backend, softmax scale and sizes.
+
+    gather_bytes: records that sparse prefill gathers at once.
+    """
 
     layout: Layout
     record: RecordFormat
@@ -52,6 +56,7 @@ class AttentionSettings:
     scale: float
     latent_width: int
     index_topk: int
+    gather_bytes: int = WORKSPACE_BYTES
 
 
 class AttentionPath(Protocol):

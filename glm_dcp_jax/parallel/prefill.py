@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from glm_dcp_jax.kernels.each_request import each_request
 from glm_dcp_jax.kernels.masked_attention import absorbed_attention, expanded_attention
 from glm_dcp_jax.kernels.records import gather_pages
 from glm_dcp_jax.kernels.row_blocks import map_row_blocks
@@ -19,7 +20,7 @@ from glm_dcp_jax.parallel.merge import gather_heads, merge_partials
 from glm_dcp_jax.parallel.mesh import DCP
 from glm_dcp_jax.parallel.queries import absorb, expand_values
 
-DENSE_CONTEXT = 32
+DENSE_CONTEXT = 4
 """Contexts up to this many times index_topk are attended densely: below, gathering costs more (measured on CPU)."""
 
 
@@ -60,16 +61,12 @@ class ContextPrefill(_Prefill):
         history = _committed(history, jnp.arange(history.shape[1]), block)
         context = settings.record.decode(_place(history, current, block.positions, block.valid), dtype)
         if selection.mask is not None:
-            dense = jax.vmap(expanded_attention, in_axes=(0, 0, 0, None, None, 0, None))
-            return dense(
-                queries.nope,
-                queries.rope,
-                context,
-                layer.key_expansion,
-                layer.value_expansion,
-                selection.mask,
-                settings.scale,
-            )
+
+            def dense(nope: Array, rope: Array, records: Array, mask: Array) -> Array:
+                expansions = (layer.key_expansion, layer.value_expansion)
+                return expanded_attention(nope, rope, records, *expansions, mask, settings.scale)
+
+            return each_request(dense, queries.nope, queries.rope, context, selection.mask)
         assert selection.positions is not None
         out, _ = _attend_selected(settings, absorb(queries, layer), context, selection.positions)
         return jax.vmap(lambda part: expand_values(part, layer, dtype))(out)
@@ -107,8 +104,11 @@ class QueriesPrefill(_Prefill):
         if selection.mask is not None:
             positions = layout.position(rank, jnp.arange(owned.shape[1]))
             mask = jnp.take(selection.mask, positions, axis=2, mode="clip")
-            attend = jax.vmap(absorbed_attention, in_axes=(0, 0, 0, None, None))
-            out, lse = attend(q, owned, mask, settings.latent_width, settings.scale)
+
+            def dense(heads: Array, records: Array, seen: Array) -> tuple[Array, Array]:
+                return absorbed_attention(heads, records, seen, settings.latent_width, settings.scale)
+
+            out, lse = each_request(dense, q, owned, mask)
         else:
             assert selection.positions is not None
             mine = layout.owner(selection.positions) == rank
@@ -170,6 +170,6 @@ def _attend_selected(
             return sparse_attention(block_q, found, valid, settings.latent_width, settings.scale)
 
         bytes_per_row = chosen.shape[1] * records.shape[1] * records.dtype.itemsize
-        return map_row_blocks(rows, bytes_per_row, request_q, chosen, workspace=64 * 2**20)
+        return map_row_blocks(rows, bytes_per_row, request_q, chosen, workspace=settings.gather_bytes)
 
-    return jax.vmap(one_request)(q, context, slots)
+    return each_request(one_request, q, context, slots)

@@ -37,8 +37,8 @@ class TestMaking:
         devices(tp)
         pools = pools_on(tp, Layout(4, dcp), dtype)
         slots = PAGES * 4 * dcp
-        assert pools.ckv.shape == (4, slots, MODEL.kv_lora_rank + MODEL.qk_rope_head_dim)
-        assert pools.index_keys.shape == (3, slots, MODEL.index_head_dim)
+        assert pools.ckv.shape == (2, slots, MODEL.kv_lora_rank + MODEL.qk_rope_head_dim)
+        assert pools.index_keys.shape == (1, slots, MODEL.index_head_dim)
         for pool in pools:
             assert pool.dtype == jnp.dtype(dtype) and not np.asarray(pool).any()
 
@@ -78,7 +78,6 @@ def runner(devices, tmp_path_factory) -> Runner:
         tensor_parallel_size=4,
         decode_context_parallel_size=2,
         cp_kv_cache_interleave_size=2,
-        num_gpu_blocks_override=20,
     )
     return llm.engine.runner
 

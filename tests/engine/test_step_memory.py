@@ -71,7 +71,7 @@ def test_a_step_is_given_every_weight_once(program: Program) -> None:
 def test_decode_copies_no_experts(devices, schedule: dict) -> None:
     """One token needs a few experts; copying all of a layer's takes longer than the rest of its step."""
     model = config_of("tiny-a", **schedule, n_routed_experts=64, moe_intermediate_size=128)
-    assert (max(run.num_groups for run in model.runs) > 1) == (schedule is SCANNED)
+    assert (max(stage.num_groups for stage in model.stages) > 1) == (schedule is SCANNED)
     engine = engine_of(model, ParallelConfig(1, 1), devices)
     temporaries, experts = (
         engine.compile("decode", 1, 1, 64).memory.temp_size_in_bytes,

@@ -1,7 +1,7 @@
 """A very small random checkpoint and the engines on it, for tests of everything around the network.
 
-One Full dense layer, then two share groups with experts, so that every kind of layer and a Shared layer occur; a step
-compiles in a second or two. Steps come in three sizes only: one decode batch and prefills of 16 and 64 rows.
+A Full layer with a dense feed-forward and a Shared one with experts, so that each kind of part occurs once and a step
+compiles in a second. Steps come in few sizes: one decode batch, and prefills of 16 and 64 rows.
 """
 
 import sys
@@ -20,8 +20,8 @@ from random_models import BASE_CONFIG, make_tensors, write_checkpoint
 CONFIG = BASE_CONFIG | {
     "vocab_size": 320,
     "hidden_size": 32,
-    "num_hidden_layers": 4,
-    "index_topk_pattern": "FFSF",
+    "num_hidden_layers": 2,
+    "index_topk_pattern": "FS",
     "first_k_dense_replace": 1,
     "n_routed_experts": 4,
     "index_topk": 8,
@@ -35,7 +35,7 @@ SETTINGS = {
     "max_num_batched_tokens": 64,
     "precompile_bs_paddings": (4,),
     "precompile_token_paddings": (16, 64),
-    "kv_cache_memory_bytes": 2 * 2**20,
+    "num_gpu_blocks_override": 30,
 }
 
 

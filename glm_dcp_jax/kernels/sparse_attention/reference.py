@@ -19,10 +19,10 @@ def sparse_attention(
     included. A row without valid records gets output 0 and LSE -inf.
     """
     records = jnp.where(valid[:, :, None], records, 0)
-    scores = jnp.einsum("thd,tkd->thk", q, records, preferred_element_type=jnp.float32) * scale
-    probabilities, lse = masked_softmax(scores, valid[:, None, :])
-    values = records[:, :, :latent_width]
+    # Records come first in one product and whole in the other: XLA:CPU would copy them transposed, or sliced.
+    scores = jnp.einsum("tkd,thd->tkh", records, q, preferred_element_type=jnp.float32) * scale
+    probabilities, lse = masked_softmax(scores.swapaxes(1, 2), valid[:, None, :])
     out = jnp.einsum(
-        "thk,tkc->thc", probabilities.astype(values.dtype), values, preferred_element_type=jnp.float32
+        "thk,tkd->thd", probabilities.astype(records.dtype), records, preferred_element_type=jnp.float32
     )
-    return out, lse
+    return out[:, :, :latent_width], lse

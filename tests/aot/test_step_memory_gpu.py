@@ -1,0 +1,73 @@
+"""What a step needs beside weights and pools on GPUs, at GLM-5.2's layer sizes, from compiling for them."""
+
+import pytest
+from abstract_steps import AbstractEngine, Program
+
+from glm_dcp_jax.config import ModelConfig, ParallelConfig
+
+# GLM-5.2 with fewer layers and experts: [Fd], three equal groups [F S] that are scanned, and a last [F].
+MODEL = {
+    "model_type": "glm_moe_dsa",
+    "num_hidden_layers": 8,
+    "indexer_types": ["full"] + ["full", "shared"] * 3 + ["full"],
+    "mlp_layer_types": ["dense"] + ["sparse"] * 7,
+    "n_routed_experts": 32,
+    "num_experts_per_tok": 8,
+    "vocab_size": 154_880,
+    "hidden_size": 6144,
+    "num_attention_heads": 64,
+    "q_lora_rank": 2048,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "intermediate_size": 12_288,
+    "moe_intermediate_size": 2048,
+    "index_topk": 2048,
+    "index_n_heads": 32,
+    "index_head_dim": 128,
+    "rope_theta": 8e6,
+}
+POOL_TOKENS = 8 * 2**20
+"""One layer's CKV is then 1.2 GB or more on each device: more than the workspace of a prefill chunk."""
+
+DECODE = ("decode", 8, 1, 8192)
+PREFILL = ("prefill", 1, 2048, 8192)
+CASES = {
+    "8 x H200 dcp8 ag_rs decode": ("h200", ParallelConfig(8, 8, "ag_rs", "context"), DECODE),
+    "8 x H200 dcp8 context prefill": ("h200", ParallelConfig(8, 8, "ag_rs", "context"), PREFILL),
+    "8 x H200 dcp4 a2a decode": ("h200", ParallelConfig(8, 4, "a2a", "queries"), DECODE),
+    "8 x H200 dcp4 queries prefill": ("h200", ParallelConfig(8, 4, "a2a", "queries"), PREFILL),
+    "4 x RTX PRO 6000 dcp4 ag_rs decode": ("rtx_pro_6000", ParallelConfig(4, 4, "ag_rs", "context"), DECODE),
+    "4 x RTX PRO 6000 dcp4 context prefill": (
+        "rtx_pro_6000",
+        ParallelConfig(4, 4, "ag_rs", "context"),
+        PREFILL,
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def program(request: pytest.FixtureRequest, absent_gpus) -> Program:
+    target, parallel, step = CASES[request.param]
+    devices = absent_gpus(target, parallel.tensor_parallel_size)
+    model = ModelConfig.from_hf(MODEL)
+    assert [stage.num_groups for stage in model.stages] == [1, 3, 1]
+    return AbstractEngine(model, parallel, devices, "bfloat16", POOL_TOKENS).compile(*step)
+
+
+def test_no_step_copies_a_pool(program: Program) -> None:
+    program.check_that_no_pool_is_copied()
+
+
+def test_a_step_is_given_every_weight_once(program: Program) -> None:
+    program.check_that_arguments_exist_once()
+
+
+@pytest.mark.parametrize("program", [name for name in CASES if CASES[name][2] is DECODE], indirect=True)
+def test_decode_copies_no_experts(program: Program) -> None:
+    """A decode step needs the weights of a few experts: all of a layer's must not pass through its workspace."""
+    temporaries, experts = program.memory.temp_size_in_bytes, program.engine.layer_expert_bytes
+    assert temporaries < experts / 2, (
+        f"temporaries of {temporaries:,} bytes; a layer's experts have {experts:,}"
+    )
