@@ -68,7 +68,7 @@ class Buckets:
         return self.prefill_rows[-1]
 
     def lines_fit(self, rows: int) -> bool:
-        """Whether prefill_lines chunks of `rows` tokens, padded to their bucket, stay within the step's token budget."""
+        """Whether prefill_lines chunks of `rows` tokens, padded to their bucket, fit the step's token budget."""
         padded = rung(self.prefill_rows, rows)
         return self.prefill_lines > 1 and padded * self.prefill_lines <= self.largest_chunk
 

@@ -34,7 +34,7 @@ class StepOutput(NamedTuple):
 
 
 class Network(nnx.Module):
-    """All weights. Each stage is one ShareGroup; the weights of several equal groups are stacked along a leading axis."""
+    """All weights. Each stage is one ShareGroup; weights of several equal groups are stacked on a leading axis."""
 
     def __init__(self, config: ModelConfig, dtype: Any, tp: int) -> None:
         self.config = config

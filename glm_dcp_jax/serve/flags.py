@@ -201,8 +201,18 @@ def _template(given: str | None) -> str | None:
 
 
 def _spread_demo(given: dict[str, Any]) -> None:
-    """Without a GPU the built-in model shows what the engine is for: one cache over several (virtual) devices."""
-    if given["tensor_parallel_size"] is None:
-        given["tensor_parallel_size"] = DEMO_DEVICES
-    if given["decode_context_parallel_size"] is None:
-        given["decode_context_parallel_size"] = given["tensor_parallel_size"]
+    """Without a GPU the built-in model shows what the engine is for: one cache over several (virtual) devices.
+
+    Few and small steps, so that it answers within a minute of its first start.
+    """
+    tp = given["tensor_parallel_size"] or DEMO_DEVICES
+    suggested = {
+        "tensor_parallel_size": tp,
+        "decode_context_parallel_size": tp,
+        "max_num_batched_tokens": 128,
+        "precompile_token_paddings": "128",
+        "max_num_seqs": 8,
+        "precompile_bs_paddings": "1,8",
+        "kv_cache_memory_bytes": 32 * 2**20,
+    }
+    given.update({name: value for name, value in suggested.items() if given[name] is None})

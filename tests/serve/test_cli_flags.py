@@ -189,3 +189,13 @@ def test_a_model_that_cannot_be_loaded_is_one_line_and_exit_code_1(error, capsys
     monkeypatch.setitem(sys.modules, module.__name__, module)
     assert entry.main(["m", "--port", "0", "--log-level", "error"]) == 1
     assert capsys.readouterr().err == f"error: {error}\n"
+
+
+def test_the_demo_compiles_few_steps_unless_told_otherwise():
+    few = flags.parse([], has_gpu=False).config.scheduler
+    assert (few.max_num_batched_tokens, few.max_num_seqs) == (128, 8)
+    assert (few.precompile_token_paddings, few.precompile_bs_paddings) == ((128,), (1, 8))
+    told = flags.parse(
+        ["--max-num-batched-tokens", "64", "--max-num-seqs", "2"], has_gpu=False
+    ).config.scheduler
+    assert (told.max_num_batched_tokens, told.max_num_seqs) == (64, 2)
