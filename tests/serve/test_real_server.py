@@ -1,0 +1,153 @@
+"""The real thing: `python -m glm_dcp_jax.serve` as a process, TP4/DCP4, spoken to by the openai client."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-m", "glm_dcp_jax.serve"]
+GREEDY = {"temperature": 0, "max_tokens": 8}
+
+
+class Server:
+    """A server process; its log is read along, so that it never blocks on a full pipe."""
+
+    def __init__(self, *flags: str) -> None:
+        # As many virtual devices as the server asks for, not what this test run has.
+        environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+        self.process = subprocess.Popen(
+            [*COMMAND, "--port", "0", *flags], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
+        )
+        self.log: list[str] = []
+        self.url = next(
+            (found[1] for line in self._lines() if (found := re.search(r"ready at (http://\S+)/v1", line))),
+            None,
+        )
+        assert self.url, "".join(self.log)
+        threading.Thread(target=lambda: list(self._lines()), daemon=True).start()
+
+    def _lines(self) -> Iterator[str]:
+        for line in self.process.stderr:
+            self.log.append(line)
+            yield line
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def server(devices) -> Iterator[Server]:
+    devices(4)
+    running = Server("--api-key", "secret", "-tp", "4", "-dcp", "4")
+    yield running
+    assert running.process.poll() is None, "the server died"
+    assert running.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def client(server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def model(client) -> str:
+    return client.models.list().data[0].id
+
+
+def metrics(server: Server) -> dict[str, float]:
+    text = httpx.get(f"{server.url}/metrics").text
+    lines = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
+    return {name.split("{")[0]: float(value) for name, value in lines}
+
+
+def test_the_log_tells_the_capacity_as_vllm_does(server):
+    log = "".join(server.log)
+    assert re.search(r"GPU KV cache size: [\d,]+ tokens", log)
+    assert re.search(r"Maximum concurrency for 4,096 tokens per request: [\d.]+x", log)
+
+
+def test_a_completion_and_its_stream_are_the_same(client, model):
+    whole = client.completions.create(model=model, prompt="Once upon a time", **GREEDY)
+    stream = client.completions.create(model=model, prompt="Once upon a time", stream=True, **GREEDY)
+    pieces = [chunk.choices[0] for chunk in stream]
+    assert "".join(piece.text for piece in pieces) == whole.choices[0].text != ""
+    assert pieces[-1].finish_reason == whole.choices[0].finish_reason
+
+
+def test_chat_and_its_stream_are_the_same(client, model):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    whole = client.chat.completions.create(model=model, messages=messages, **GREEDY)
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(client.chat.completions.create(model=model, messages=messages, **options, **GREEDY))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage == whole.usage and whole.usage.completion_tokens > 0
+
+
+def test_tokens_in_are_tokens_out_and_text_goes_through_tokenize(server, client, model):
+    header = {"Authorization": "Bearer secret"}
+    body = {"model": model, "prompt": "Hello, world"}
+    tokens = httpx.post(f"{server.url}/tokenize", json=body, headers=header).json()["tokens"]
+    back = httpx.post(f"{server.url}/detokenize", json={"model": model, "tokens": tokens}, headers=header)
+    assert back.json()["prompt"] == "Hello, world"
+    by_text = client.completions.create(model=model, prompt="Hello, world", **GREEDY)
+    by_tokens = client.completions.create(model=model, prompt=tokens, **GREEDY)
+    assert by_text.choices[0].text == by_tokens.choices[0].text
+
+
+def test_what_is_wrong_is_said_and_the_server_lives_on(server, client, model):
+    before = metrics(server)
+    with pytest.raises(openai.NotFoundError, match="`nobody` does not exist"):
+        client.completions.create(model="nobody", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 4096 tokens"):
+        client.completions.create(model=model, prompt=[1] * 5000)
+    with pytest.raises(openai.BadRequestError, match="not in the vocabulary"):
+        client.completions.create(model=model, prompt=[10**6])
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0).models.list()
+    bad = httpx.post(f"{server.url}/v1/completions", content="{", headers={"Authorization": "Bearer secret"})
+    assert bad.status_code == 400 and bad.json()["error"]["type"] == "BadRequestError"
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    after = metrics(server)
+    assert after["glm_dcp:prompt_tokens_total"] == before["glm_dcp:prompt_tokens_total"]
+    assert client.completions.create(model=model, prompt="still there?", **GREEDY).choices[0].text
+
+
+def test_metrics_count_tokens_and_no_page_is_kept(server, client, model):
+    before = metrics(server)
+    usage = client.completions.create(
+        model=model, prompt=[5] * 100, max_tokens=7, extra_body={"ignore_eos": True}
+    ).usage
+    after = metrics(server)
+    assert usage.completion_tokens == 7
+    assert after["glm_dcp:prompt_tokens_total"] - before["glm_dcp:prompt_tokens_total"] == 100
+    assert after["glm_dcp:generation_tokens_total"] - before["glm_dcp:generation_tokens_total"] == 7
+    assert after["glm_dcp:kv_cache_usage_perc"] == 0 and after["glm_dcp:num_requests_running"] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--no-such-flag"], 2, "unknown flag --no-such-flag"),
+        (["--enable-lora"], 2, "--enable-lora is not supported"),
+        (["model", "-tp", "4", "-dcp", "3"], 2, "does not divide tensor_parallel_size 4; use one of 1, 2, 4"),
+        (["/does/not/exist"], 1, "/does/not/exist"),
+        ([str(ROOT / "docs")], 1, "config.json"),
+    ],
+)
+def test_a_start_that_cannot_work_says_why(arguments, code, words):
+    ended = subprocess.run(
+        [*COMMAND, "--port", "0", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == code
+    assert words in ended.stderr and "Traceback" not in ended.stderr
