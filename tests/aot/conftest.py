@@ -1,6 +1,6 @@
 """Compiling for GPUs that this machine does not have: the CUDA compiler alone, without driver or NVIDIA libraries."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -9,6 +9,18 @@ import pytest
 TARGETS = Path(__file__).parent / "targets"
 """XLA's descriptions of GPUs (GpuTargetConfigProto as text), with figures from their data sheets."""
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_cached() -> Iterator[None]:
+    """jax would store programs for absent GPUs in its persistent cache, but cannot read them back."""
+    import jax
+
+    name = "jax_persistent_cache_min_compile_time_secs"
+    usual = getattr(jax.config, name)
+    jax.config.update(name, float("inf"))
+    yield
+    jax.config.update(name, usual)
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,10 @@
-"""A very small random checkpoint and the engines on it, for tests of everything around the network.
+"""A very small random checkpoint, engines on it, and what tests ask of them.
 
 A Full layer with a dense feed-forward and a Shared one with experts, so that each kind of part occurs once and a step
 compiles in a second. Steps come in few sizes: one decode batch, and prefills of 16 and 64 rows.
 """
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from glm_dcp_jax import LLM
+from glm_dcp_jax import LLM, SamplingParams
+from glm_dcp_jax.engine.outputs import CompletionOutput, RequestOutput
 
 sys.path.append(str(Path(__file__).parents[1] / "oracle"))
 
@@ -70,3 +72,50 @@ def random_prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
     """Prompts of these lengths, without the end-of-sequence token."""
     rng = np.random.default_rng(seed)
     return [rng.integers(6, CONFIG["vocab_size"], length).tolist() for length in lengths]
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+PROMPT = random_prompts(11, seed=4)[0]
+MIXED = random_prompts(5, 30, 1, 70, 9, 17, 64, 65, 12)
+"""Prompts of all kinds of length: of one token, of a bucket exactly, of more than a chunk."""
+
+
+def generate(
+    llm: LLM, prompts: object, params: SamplingParams | list[SamplingParams] = GREEDY
+) -> list[RequestOutput]:
+    """LLM.generate without its progress bar."""
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def changed(params: SamplingParams, **changes: object) -> SamplingParams:
+    """The same parameters but for the changes."""
+    return dataclasses.replace(params, **changes)
+
+
+def only(llm: LLM, prompt: object, params: SamplingParams = GREEDY, **changes: object) -> CompletionOutput:
+    """The one output of one prompt; changes are to params."""
+    (request,) = generate(llm, [prompt], changed(params, **changes))
+    (output,) = request.outputs
+    assert request.finished and output.finished
+    return output
+
+
+def tokens_of(requests: list[RequestOutput]) -> list[list[int]]:
+    """The tokens of all outputs, in order."""
+    return [output.token_ids for request in requests for output in request.outputs]
+
+
+def left_behind(llm: LLM) -> list[str]:
+    """Requests that a test left in the engine; they are aborted, so that the next test starts afresh."""
+    left = list(llm.engine._requests)
+    for request_id in left:
+        llm.engine.abort(request_id)
+    return left
+
+
+def check_idle(llm: LLM) -> None:
+    """Whatever a test did, no request and no page may be left."""
+    assert left_behind(llm) == []
+    allocator = llm.engine.scheduler.allocator
+    allocator.check()
+    assert allocator.num_used == 0 and llm.engine.stats().cache_usage == 0
