@@ -133,5 +133,5 @@ class EngineConfig:
     def __post_init__(self) -> None:
         one_of("dtype", self.dtype, DTYPES)
         one_of("generation_config", self.generation_config, GENERATION_CONFIGS)
-        if self.latent_norm_eps <= 0:
-            raise ConfigError(f"latent_norm_eps {self.latent_norm_eps} must be above 0")
+        if not 0 < self.latent_norm_eps < 1:
+            raise ConfigError(f"latent_norm_eps {self.latent_norm_eps} must be above 0 and below 1")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from glm_dcp_jax.config.errors import ConfigError
+from glm_dcp_jax.config.fields import Fields
 from glm_dcp_jax.config.schedule import Run, full_layers, runs_of, sparse_layers, stages_of
 
 MODEL_TYPE = "glm_moe_dsa"
@@ -93,22 +94,23 @@ class ModelConfig:
     @staticmethod
     def from_hf(config: Mapping[str, Any], latent_norm_eps: float = LATENT_NORM_EPS) -> "ModelConfig":
         """Read an HF config dict. Null counts as absent. Raises ConfigError that names the field."""
-        given = {key: value for key, value in config.items() if value is not None}
-        _refuse_unknown(given)
-        sizes: dict[str, Any] = {name: _positive(given, name) for name in _SIZES}
+        fields = Fields(config)
+        _refuse_unknown(fields)
+        sizes: dict[str, Any] = {name: fields.integer(name) for name in _SIZES}
+        _require_equal_heads(fields, sizes["num_attention_heads"])
         layers = sizes["num_hidden_layers"]
-        full, sparse = full_layers(config, layers), sparse_layers(config, layers)
+        full, sparse = full_layers(fields, layers), sparse_layers(fields, layers)
         made = ModelConfig(
             **sizes,
-            **_feed_forward(given, sparse),
-            **_rope(given, sizes["qk_rope_head_dim"]),
-            rms_norm_eps=float(given.get("rms_norm_eps", 1e-5)),
+            **_feed_forward(fields, sparse),
+            **_rope(fields, sizes["qk_rope_head_dim"]),
+            rms_norm_eps=fields.number("rms_norm_eps", 1e-5),
             latent_norm_eps=latent_norm_eps,
-            max_position_embeddings=int(given.get("max_position_embeddings", 1048576)),
-            num_nextn_predict_layers=int(given.get("num_nextn_predict_layers", 0)),
-            tie_word_embeddings=bool(given.get("tie_word_embeddings", False)),
-            dtype=str(given.get("dtype", given.get("torch_dtype", "bfloat16"))),
-            eos_token_ids=_token_ids(given.get("eos_token_id")),
+            max_position_embeddings=fields.integer("max_position_embeddings", 1048576),
+            num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", 0, least=0),
+            tie_word_embeddings=fields.switch("tie_word_embeddings", False),
+            dtype=fields.text("dtype", fields.text("torch_dtype", "bfloat16")),
+            eos_token_ids=fields.integers("eos_token_id"),
             full=full,
             sparse=sparse,
             runs=runs_of(full, sparse),
@@ -147,58 +149,52 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     return content
 
 
-def _refuse_unknown(given: Mapping[str, Any]) -> None:
-    kind = given.get("model_type")
+def _refuse_unknown(fields: Fields) -> None:
+    kind = fields.get("model_type")
     if kind != MODEL_TYPE:
         raise ConfigError(
             f"model_type {kind!r} is not supported; this engine serves {MODEL_TYPE!r} (GLM-5, 5.1, 5.2, 5.3)"
         )
     for field, only in _FIXED.items():
-        if given.get(field, only) != only:
-            raise ConfigError(f"{field} {given[field]!r} is not supported; only {only!r} is")
-    if "quantization_config" in given:
-        method = given["quantization_config"].get("quant_method", "unknown")
+        if fields.get(field, only) != only:
+            raise ConfigError(f"{field} {fields[field]!r} is not supported; only {only!r} is")
+    if "quantization_config" in fields:
+        method = fields.section("quantization_config").get("quant_method", "unknown")
         raise ConfigError(
             f"the checkpoint is quantised ({method}); only bfloat16, float16 and float32 weights can be loaded"
         )
-    heads, kv_heads = given.get("num_attention_heads"), given.get("num_key_value_heads")
-    if kv_heads not in (None, heads):
+
+
+def _require_equal_heads(fields: Fields, heads: int) -> None:
+    kv_heads = fields.integer("num_key_value_heads", heads)
+    if kv_heads != heads:
         raise ConfigError(
             f"num_key_value_heads {kv_heads} differs from num_attention_heads {heads}; MLA needs them equal"
         )
 
 
-def _positive(given: Mapping[str, Any], name: str) -> int:
-    if name not in given:
-        raise ConfigError(f"config.json lacks {name}")
-    value = given[name]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} must be a positive integer, but is {value!r}")
-    return value
-
-
-def _feed_forward(given: Mapping[str, Any], sparse: tuple[bool, ...]) -> dict[str, Any]:
+def _feed_forward(fields: Fields, sparse: tuple[bool, ...]) -> dict[str, Any]:
     names = ("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok")
-    fields: dict[str, Any] = {name: _positive(given, name) if any(sparse) else 0 for name in names}
-    fields["intermediate_size"] = 0 if all(sparse) else _positive(given, "intermediate_size")
-    fields |= {
-        "n_shared_experts": int(given.get("n_shared_experts", 1)),
-        "n_group": int(given.get("n_group", 1)),
-        "topk_group": int(given.get("topk_group", 1)),
-        "norm_topk_prob": bool(given.get("norm_topk_prob", True)),
-        "routed_scaling_factor": float(given.get("routed_scaling_factor", 2.5)),
+    found: dict[str, Any] = {name: fields.integer(name) if any(sparse) else 0 for name in names}
+    found["intermediate_size"] = 0 if all(sparse) else fields.integer("intermediate_size")
+    found |= {
+        "n_shared_experts": fields.integer("n_shared_experts", 1, least=0),
+        "n_group": fields.integer("n_group", 1),
+        "topk_group": fields.integer("topk_group", 1),
+        "norm_topk_prob": fields.switch("norm_topk_prob", True),
+        "routed_scaling_factor": fields.number("routed_scaling_factor", 2.5),
     }
     if any(sparse):
-        _check_router(fields)
-    return fields
+        _check_router(found)
+    return found
 
 
-def _check_router(fields: Mapping[str, Any]) -> None:
-    experts, groups, kept = fields["n_routed_experts"], fields["n_group"], fields["topk_group"]
-    chosen = fields["num_experts_per_tok"]
-    if groups < 1 or experts % groups:
+def _check_router(found: Mapping[str, Any]) -> None:
+    experts, groups, kept = found["n_routed_experts"], found["n_group"], found["topk_group"]
+    chosen = found["num_experts_per_tok"]
+    if experts % groups:
         raise ConfigError(f"n_group {groups} must divide n_routed_experts {experts}")
-    if not 1 <= kept <= groups:
+    if kept > groups:
         raise ConfigError(f"topk_group {kept} must lie between 1 and n_group {groups}")
     if groups > 1 and experts // groups < 2:
         raise ConfigError("a router group needs at least 2 experts: its score is the sum of its two best")
@@ -206,30 +202,23 @@ def _check_router(fields: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"num_experts_per_tok {chosen} exceeds the {kept * (experts // groups)} experts of {kept} kept groups"
         )
-    if fields["n_shared_experts"] < 0:
-        raise ConfigError(f"n_shared_experts {fields['n_shared_experts']} must be >= 0")
 
 
-def _rope(given: Mapping[str, Any], rope_dim: int) -> dict[str, Any]:
-    parameters = given.get("rope_parameters") or given.get("rope_scaling") or {}
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind != "default":
-        raise ConfigError(f"rope_type {kind!r} is not supported; {MODEL_TYPE} uses 'default'")
+def _rope(fields: Fields, rope_dim: int) -> dict[str, Any]:
+    sections = [Fields(fields.section(name)) for name in ("rope_parameters", "rope_scaling")]
+    for section in sections:
+        kind = section.get("rope_type", section.get("type", "default"))
+        if kind != "default":
+            raise ConfigError(f"rope_type {kind!r} is not supported; {MODEL_TYPE} uses 'default'")
     if rope_dim % 2:
         raise ConfigError(f"qk_rope_head_dim {rope_dim} must be even")
-    theta = parameters.get("rope_theta", given.get("rope_theta"))
-    if theta is None:
+    places = [section for section in (*sections, fields) if "rope_theta" in section]
+    if not places:
         raise ConfigError(
             "config.json lacks rope_theta (rope_parameters.rope_theta, or rope_theta in older files)"
         )
     return {
-        "rope_theta": float(theta),
-        "rope_interleave": bool(given.get("rope_interleave", True)),
-        "indexer_rope_interleave": bool(given.get("indexer_rope_interleave", True)),
+        "rope_theta": places[0].number("rope_theta"),
+        "rope_interleave": fields.switch("rope_interleave", True),
+        "indexer_rope_interleave": fields.switch("indexer_rope_interleave", True),
     }
-
-
-def _token_ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (int(value),) if isinstance(value, int) else tuple(int(token) for token in value)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from glm_dcp_jax.config.errors import ConfigError
+from glm_dcp_jax.config.fields import Fields
 
 
 @dataclass(frozen=True)
@@ -37,18 +38,19 @@ class Run:
 
 
 def full_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
-    """True for each layer that runs the indexer, from an HF config dict.
+    """True for each layer that runs the indexer, from config.json's fields.
 
     Raises ConfigError for wrong lengths, unknown words and a Shared layer 0 (nothing precedes it to share from).
     """
-    types = config.get("indexer_types")
-    pattern = config.get("index_topk_pattern")
+    fields = Fields(config)
+    types = fields.words("indexer_types")
+    pattern = fields.words("index_topk_pattern", text_allowed=True)
     if types is not None:
         full = _from_words(types, num_layers, "indexer_types")
     elif pattern is not None:
         full = _from_words(pattern, num_layers, "index_topk_pattern")
     else:
-        full = _from_frequency(config, num_layers)
+        full = _from_frequency(fields, num_layers)
     if not full[0]:
         raise ConfigError(
             "layer 0 is marked shared, but there is no Full layer before it; layer 0 must be full"
@@ -66,23 +68,19 @@ def _from_words(words: Sequence[str] | str, num_layers: int, field: str) -> tupl
     return tuple(meaning[str(word).lower()] for word in words)
 
 
-def _from_frequency(config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
-    freq, offset = config.get("index_topk_freq"), config.get("index_skip_topk_offset")
-    freq = max(1 if freq is None else int(freq), 1)
-    offset = 2 if offset is None else int(offset)
+def _from_frequency(fields: Fields, num_layers: int) -> tuple[bool, ...]:
+    freq = max(fields.integer("index_topk_freq", 1, least=0), 1)
+    offset = fields.integer("index_skip_topk_offset", 2, least=0)
     return tuple(max(layer - offset + 1, 0) % freq == 0 for layer in range(num_layers))
 
 
 def sparse_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
     """True for each layer with experts: `mlp_layer_types`, else `first_k_dense_replace` and `moe_layer_freq`."""
-    types = config.get("mlp_layer_types")
+    fields = Fields(config)
+    types = fields.words("mlp_layer_types")
     if types is None:
-        dense, freq = config.get("first_k_dense_replace"), config.get("moe_layer_freq")
-        dense, freq = 3 if dense is None else int(dense), 1 if freq is None else int(freq)
-        if dense < 0 or freq < 1:
-            raise ConfigError(
-                f"first_k_dense_replace {dense} must be >= 0 and moe_layer_freq {freq} must be >= 1"
-            )
+        dense = fields.integer("first_k_dense_replace", 3, least=0)
+        freq = fields.integer("moe_layer_freq", 1)
         return tuple(layer >= dense and layer % freq == 0 for layer in range(num_layers))
     if len(types) != num_layers:
         raise ConfigError(f"mlp_layer_types has {len(types)} entries, but num_hidden_layers is {num_layers}")

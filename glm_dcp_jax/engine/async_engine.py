@@ -28,22 +28,27 @@ class _Mailbox:
         self._loop = asyncio.get_running_loop()
         self._arrived = asyncio.Event()
         self._latest: RequestOutput | Exception | None = None
+        self._lock = threading.Lock()
 
     def put(self, output: RequestOutput | Exception) -> None:
         """Leave an output; from any thread."""
-        self._latest = output
+        with self._lock:
+            self._latest = output
         # A loop that has closed has no reader left.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._arrived.set)
 
     async def take(self) -> RequestOutput:
         """Wait for an output newer than the last one taken; raises the exception that was left instead."""
-        await self._arrived.wait()
-        self._arrived.clear()
-        if isinstance(self._latest, Exception):
-            raise self._latest
-        assert self._latest is not None
-        return self._latest
+        output = None
+        while output is None:  # of two outputs in a row, the first wake-up finds the second
+            await self._arrived.wait()
+            self._arrived.clear()
+            with self._lock:
+                output, self._latest = self._latest, None
+        if isinstance(output, Exception):
+            raise output
+        return output
 
 
 class AsyncEngine:
@@ -54,7 +59,7 @@ class AsyncEngine:
         self.config, self.model_config = engine.config, engine.model_config
         self.max_model_len, self.tokenizer = engine.max_model_len, engine.tokenizer
         self.sampling_defaults = engine.sampling_defaults
-        self._calls: deque[Callable[[], None]] = deque()
+        self._calls: deque[tuple[Future[None], Callable[[], Any]]] = deque()
         self._wake = threading.Condition()
         self._mailboxes: dict[str, _Mailbox] = {}
         self._ready = self._stopping = False
@@ -134,22 +139,11 @@ class AsyncEngine:
     def _post(self, call: Callable[[], Any]) -> "Future[None]":
         """Have the engine's thread run `call` between two steps; the future carries what it raises."""
         future: Future[None] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                call()
-            except Exception as error:
-                future.set_exception(error)
-            else:
-                future.set_result(None)
-
         with self._wake:
             if self.is_dead:
                 future.set_exception(self._dead())
             else:
-                self._calls.append(run)
+                self._calls.append((future, call))
                 self._wake.notify()
         return future
 
@@ -185,8 +179,8 @@ class AsyncEngine:
                 return False
             calls = list(self._calls)
             self._calls.clear()
-        for call in calls:
-            call()
+        for future, call in calls:
+            _run_into(future, call)
         for output in self._engine.step():
             mailbox = self._mailboxes.get(output.request_id)
             if output.finished:
@@ -197,12 +191,26 @@ class AsyncEngine:
         return True
 
     def _end_all(self) -> None:
+        """Tell everybody who waits; from here on, `_post` refuses."""
         with self._wake:
             self._stopping = self._stopping or self._failure is None
             calls = list(self._calls)
             self._calls.clear()
+        for future, _ in calls:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(self._dead())
         for mailbox in self._mailboxes.values():
             mailbox.put(self._dead())
         self._mailboxes.clear()
-        for call in calls:
-            call()
+
+
+def _run_into(future: "Future[None]", call: Callable[[], Any]) -> None:
+    """Run a posted call; the future carries what it raises."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        call()
+    except Exception as error:
+        future.set_exception(error)
+    else:
+        future.set_result(None)

@@ -67,10 +67,15 @@ class Buckets:
         """Prompt tokens that one prefill step takes at most."""
         return self.prefill_rows[-1]
 
-    def lines_fit(self, rows: int) -> bool:
-        """Whether prefill_lines chunks of `rows` tokens, padded to their bucket, fit the step's token budget."""
+    def lines_fit(self, rows: int, context: int) -> bool:
+        """Whether prefill_lines chunks of `rows` tokens that end within `context` may share a step.
+
+        They must fit its token budget, padded to their bucket, and lie in the shortest context: steps for several long
+        prompts would be many more programs for little gain.
+        """
         padded = rung(self.prefill_rows, rows)
-        return self.prefill_lines > 1 and padded * self.prefill_lines <= self.largest_chunk
+        short = context <= self.prefill_contexts[0]
+        return self.prefill_lines > 1 and short and padded * self.prefill_lines <= self.largest_chunk
 
     def decode(self, requests: int, context: int) -> StepShape:
         """The step for `requests` requests of at most `context` tokens, the new one included."""
@@ -94,8 +99,8 @@ class Buckets:
         prefills = [
             self.prefill(count, rows, context)
             for below, rows in zip((0, *self.prefill_rows), self.prefill_rows, strict=False)
-            for count in ((1, self.prefill_lines) if self.lines_fit(rows) else (1,))
             for context in self.prefill_contexts
+            for count in ((1, self.prefill_lines) if self.lines_fit(rows, context) else (1,))
             if context > below  # a chunk of this bucket is longer than the one below
         ]
         return list(dict.fromkeys(decodes + prefills))

@@ -33,8 +33,9 @@ def compute_logits(engine: Engine, token_ids: list[int], capture: bool) -> np.nd
     """
     if engine.has_unfinished:
         raise RuntimeError("compute_logits needs an idle engine; finish or abort the running requests first")
-    engine.check_prompt(token_ids[:1])
-    engine.check_prompt(token_ids[: engine.max_model_len - 1])
+    if not token_ids:
+        raise ValueError("the prompt is empty; it needs at least one token")
+    engine.check_tokens(token_ids)
     if len(token_ids) > engine.max_model_len:
         raise ValueError(f"{len(token_ids)} tokens exceed max_model_len {engine.max_model_len}")
     table = PageTable(engine.scheduler.allocator, engine.runner.layout)

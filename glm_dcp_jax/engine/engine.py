@@ -127,6 +127,10 @@ class Engine:
                 f"This model's maximum context length is {self.max_model_len} tokens, but the prompt has {len(ids)}, "
                 "which leaves no room for output"
             )
+        self.check_tokens(ids)
+
+    def check_tokens(self, ids: Ids[int]) -> None:
+        """Raise ValueError for a token outside the vocabulary."""
         vocabulary = self.model_config.vocab_size
         wrong = next((token for token in ids if not 0 <= token < vocabulary), None)
         if wrong is not None:
@@ -156,12 +160,16 @@ class Engine:
             Line(sequence.tokens[sequence.computed :][:chunk], sequence.computed, sequence.pages)
             for sequence, chunk in zip(work.sequences, work.chunks, strict=True)
         ]
-        if work.kind == "decode":
-            out = self.runner.decode(lines)
-        else:
-            _, out = self.runner.prefill(lines)
-        for sequence, chunk in zip(work.sequences, work.chunks, strict=True):
+        try:
+            shape, out = self.runner.decode(lines) if work.kind == "decode" else self.runner.prefill(lines)
+            finite = np.asarray(out.finite).reshape(shape.requests, shape.rows)
+        except Exception:
+            self._fail_all()
+            raise
+        for row, (sequence, chunk) in enumerate(zip(work.sequences, work.chunks, strict=True)):
             sequence.computed += chunk
+            if not finite[row, :chunk].all():
+                self._fail(sequence)
         return self._take_tokens(work, out.logits)
 
     def stats(self) -> EngineStats:
@@ -181,16 +189,22 @@ class Engine:
         ready = [
             (row, sequence)
             for row, sequence in enumerate(work.sequences)
-            if sequence.computed == len(sequence.tokens)
+            if sequence.computed == len(sequence.tokens) and sequence.finish_reason is None
         ]
-        if not ready:
-            return []
+        changed = [sequence for _, sequence in ready]
+        changed += [sequence for sequence in work.sequences if sequence.finish_reason is not None]
+        if ready:
+            self._sample(ready, logits)
+        requests = dict.fromkeys(self._owner[sequence] for sequence in changed)
+        return [self._retire(request) if request.finished else request.output() for request in requests]
+
+    def _sample(self, ready: list[tuple[int, Sequence]], logits: Any) -> None:
         rows = logits.shape[0]
         wanted = dict(ready)
         idle = (SamplingParams(temperature=0.0), 0, 0)
         params = [
             (wanted[row].params, wanted[row].seed, len(wanted[row].output_ids)) if row in wanted else idle
-            for row in range(len(work.sequences))
+            for row in range(rows)
         ]
         random = any(not sequence.params.greedy for _, sequence in ready)
         logprobs = any(sequence.params.logprobs is not None for _, sequence in ready)
@@ -202,22 +216,32 @@ class Engine:
         )
         for row, sequence in ready:
             self._append(sequence, row, sampled)
-        changed = dict.fromkeys(self._owner[sequence] for _, sequence in ready)
-        return [self._retire(request) if request.finished else request.output() for request in changed]
 
     def _append(self, sequence: Sequence, row: int, sampled: Sampled) -> None:
         if not sampled.healthy[row]:
-            # NaN logits would read as token 0: say that the request failed instead.
-            _log.error("request %s: the model's output is NaN", self._owner[sequence].request_id)
-            sequence.finish_reason = "error"
-        else:
-            token = int(sampled.token[row])
-            if sequence.params.logprobs is not None:
-                self._note_logprobs(sequence, row, token, sampled)
-            sequence.append(token, self._eos)
-            self._generation_tokens += 1
+            self._fail(sequence)
+            return
+        token = int(sampled.token[row])
+        if sequence.params.logprobs is not None:
+            self._note_logprobs(sequence, row, token, sampled)
+        sequence.append(token, self._eos)
+        self._generation_tokens += 1
         if sequence.finish_reason is not None:
             self.scheduler.remove(sequence)
+
+    def _fail(self, sequence: Sequence) -> None:
+        """NaN would read as token 0, and its records are not in the cache: say that the request failed instead."""
+        _log.error("request %s: the model's output is not finite", self._owner[sequence].request_id)
+        sequence.finish_reason = "error"
+        self.scheduler.remove(sequence)
+
+    def _fail_all(self) -> None:
+        """A failed step took the cache with it: end every request, so that none goes on without its records."""
+        for request in list(self._requests.values()):
+            for sequence in request.sequences:
+                sequence.finish_reason = sequence.finish_reason or "error"
+                self.scheduler.remove(sequence)
+            self._retire(request)
 
     def _note_logprobs(self, sequence: Sequence, row: int, token: int, sampled: Sampled) -> None:
         name = (lambda _: None) if self.tokenizer is None else self.tokenizer.token_to_str

@@ -1,6 +1,7 @@
 """Offline inference, with vLLM's names: `LLM(model=...).generate(prompts, sampling_params)`."""
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -99,13 +100,12 @@ class LLM:
     def _run(
         self, encoded: list[tuple[str | None, list[int]]], params: list[SamplingParams], use_tqdm: bool
     ) -> list[RequestOutput]:
-        names = []
-        for (text, ids), wanted in zip(encoded, params, strict=True):
-            names.append(str(self._next_id))
-            self._next_id += 1
-            self.engine.add_request(names[-1], ids, wanted, text)
+        names = [str(self._next_id + place) for place in range(len(encoded))]
+        self._next_id += len(names)
         done: dict[str, RequestOutput] = {}
         try:
+            for name, (text, ids), wanted in zip(names, encoded, params, strict=True):
+                self.engine.add_request(name, ids, wanted, text)
             with tqdm(total=len(names), desc="Processed prompts", disable=not use_tqdm) as bar:
                 while self.engine.has_unfinished:
                     for output in self.engine.step():
@@ -120,13 +120,13 @@ class LLM:
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
             if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+                return prompt.get("prompt"), [int(token) for token in prompt["prompt_token_ids"]]
             if isinstance(prompt.get("prompt"), str):
                 return self._encode(prompt["prompt"])
             raise ValueError('a prompt dict needs "prompt" (text) or "prompt_token_ids" (a list of ids)')
         if isinstance(prompt, str):
             return prompt, self._tokenizer().encode(prompt)
-        return None, list(prompt)
+        return None, [int(token) for token in prompt]
 
     def _tokenizer(self) -> Any:
         if self.engine.tokenizer is None:
@@ -141,4 +141,4 @@ def _as_list(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     many = list(prompts)
-    return [many] if many and all(isinstance(entry, int) for entry in many) else many
+    return [many] if many and all(isinstance(entry, Integral) for entry in many) else many

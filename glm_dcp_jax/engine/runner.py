@@ -98,7 +98,7 @@ class Runner:
         )
         self.buckets = Buckets.of(config.scheduler, self.max_model_len, self.layout)
         self._pool_shapes = pool_shapes(model, self.layout, self.record, self.num_pages)
-        self.pools = make_pools(self.mesh, self._pool_shapes)
+        self.reset_pools()
         self._vocab_size = model.vocab_size
         self._lock = threading.Lock()
 
@@ -116,10 +116,10 @@ class Runner:
             logit_rows = np.arange(shape.requests, dtype=np.int32) * shape.rows + np.array(last, np.int32)
         return shape, self._run(shape, lines, logit_rows)
 
-    def decode(self, lines: Sequence[Line]) -> StepOutput:
+    def decode(self, lines: Sequence[Line]) -> tuple[StepShape, StepOutput]:
         """Run one token of each line. Logits: [requests bucket, V], the lines' first."""
         shape = self.buckets.decode(len(lines), max(line.start + 1 for line in lines))
-        return self._run(shape, lines, np.arange(shape.logits, dtype=np.int32))
+        return shape, self._run(shape, lines, np.arange(shape.logits, dtype=np.int32))
 
     def warm_up(self, stopped: Callable[[], bool] = lambda: False) -> None:
         """Compile every step serving can ask for, two at a time, with a progress bar; gives up when `stopped`."""
@@ -139,6 +139,10 @@ class Runner:
         self.compiles.mark_warm()
         _log.info("Compiled %d steps in %.1f s", len(shapes), time.perf_counter() - began)
 
+    def reset_pools(self) -> None:
+        """Start over with an empty, zeroed cache."""
+        self.pools = make_pools(self.mesh, self._pool_shapes)
+
     def _warm_up_sampling(self, rows: int) -> None:
         logits = jax.device_put(
             np.zeros((rows, self._vocab_size), np.float32), NamedSharding(self.mesh, PartitionSpec())
@@ -146,15 +150,16 @@ class Runner:
         for random, logprobs in itertools.product((False, True), repeat=2):
             sample(logits, row_params([], rows), random, logprobs)
 
-    def reset_pools(self) -> None:
-        """Zero the cache: after a failed step its donated arrays are gone."""
-        self.pools = make_pools(self.mesh, self._pool_shapes)
-
     def _run(self, shape: StepShape, lines: Sequence[Line], logit_rows: np.ndarray) -> StepOutput:
         with self._lock:
             step = self.steps.get(shape, self.parameters, self.pools)
-            out = step(self.parameters, self.pools, make_block(shape, lines), logit_rows)
-            self.pools = out.pools
+            try:
+                out = step(self.parameters, self.pools, make_block(shape, lines), logit_rows)
+                self.pools = out.pools
+            except Exception:
+                # The donated pools may be gone; whoever called must forget what they held.
+                self.reset_pools()
+                raise
         return out
 
 

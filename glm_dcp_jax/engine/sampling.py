@@ -74,14 +74,16 @@ def sample(logits: Float[Array, "M V"], params: RowParams, random: bool, logprob
 
 
 def _draw(logits: Float[Array, " V"], params: RowParams) -> Int[Array, ""]:
-    """Sample one row: temperature, then top_k, top_p and min_p on the sorted distribution, then Gumbel-max."""
+    """Sample one row: temperature, then min_p, top_k and top_p on the sorted distribution, then Gumbel-max."""
     scaled = logits / jnp.maximum(params.temperature, 1e-5)
     ordered, tokens = jax.lax.top_k(scaled, scaled.shape[0])
     probabilities = jax.nn.softmax(ordered)
-    before = jnp.cumsum(probabilities) - probabilities
-    keep = before < params.top_p
-    keep &= probabilities >= params.min_p * probabilities[0]
+    keep = probabilities >= params.min_p * probabilities[0]
     keep &= (params.top_k == 0) | (jnp.arange(ordered.shape[0]) < params.top_k)
+    # top_p is a share of what the other two have left, as in vLLM.
+    probabilities = jax.nn.softmax(jnp.where(keep, ordered, -jnp.inf))
+    before = jnp.cumsum(probabilities) - probabilities
+    keep &= (params.top_p >= 1) | (before < params.top_p)
     keep = keep.at[0].set(True)
     key = jax.random.fold_in(jax.random.key(params.seed), params.step)
     # Noise belongs to tokens, not to ranks, so that the draw does not depend on how close scores are ordered.

@@ -83,8 +83,10 @@ class Scheduler:
         )
         chosen = [prefills[0]]
         for sequence in prefills[1 : self._buckets.prefill_lines]:
-            longest = max(chunk(member) for member in (*chosen, sequence))
-            if not self._buckets.lines_fit(longest):
+            members = (*chosen, sequence)
+            longest = max(chunk(member) for member in members)
+            context = max(member.computed + chunk(member) for member in members)
+            if not self._buckets.lines_fit(longest, context):
                 break
             chosen.append(sequence)
         return Work("prefill", tuple(chosen), tuple(chunk(sequence) for sequence in chosen))

@@ -71,7 +71,7 @@ class CompiledSteps:
             on_device,
             mesh=self.mesh,
             in_specs=(self.shape.specs, POOL_SPECS, P(), P()),
-            out_specs=StepOutput(P(), POOL_SPECS, P(), P()),
+            out_specs=StepOutput(P(), POOL_SPECS, P(), P(), P()),
             check_vma=False,
         )
 

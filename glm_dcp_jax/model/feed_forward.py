@@ -61,10 +61,14 @@ class MixtureOfExperts(nnx.Module):
         return experts, weights * config.routed_scaling_factor
 
     def __call__(
-        self, x: Float[Array, "T H"], experts: Int[Array, "T K"], weights: Float[Array, "T K"]
+        self,
+        x: Float[Array, "T H"],
+        experts: Int[Array, "T K"],
+        weights: Float[Array, "T K"],
+        group: Int[Array, ""] | int = 0,
     ) -> Float[Array, "T H"]:
         """This rank's part of routed and shared experts, float32, to be summed over all ranks."""
-        out = routed_experts(x, experts, weights, self.gate_up[...], self.down[...])
+        out = routed_experts(x, experts, weights, self.gate_up[...], self.down[...], group)
         return out if self.shared is None else out + self.shared(x)
 
 

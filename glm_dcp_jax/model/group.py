@@ -90,6 +90,7 @@ class ShareGroup(nnx.Module):
         first_layer: Int[Array, ""] | int,
         full_ordinal: Int[Array, ""] | int,
         context: StepContext,
+        ordinal: Int[Array, ""] | int = 0,
     ) -> tuple[Array, Array, Array, GroupTrace]:
         """Run the group on hidden states x; `ckv` holds what earlier steps committed and is only read.
 
@@ -123,7 +124,7 @@ class ShareGroup(nnx.Module):
             if isinstance(layer.feed_forward, MixtureOfExperts):
                 route = layer.feed_forward.route(normed)
                 routes.append(route)
-                out = layer.feed_forward(normed, *route)
+                out = layer.feed_forward(normed, *route, ordinal)
             else:
                 out = layer.feed_forward(normed)
             out, flights = _all_reduce(out, flights, view, "ffn", context)

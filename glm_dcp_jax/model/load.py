@@ -6,7 +6,7 @@ tensors, zero-padded, moved, and forgotten, so host memory stays near one shard 
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -18,10 +18,11 @@ from tqdm import tqdm
 from glm_dcp_jax.config import ModelConfig, Run
 from glm_dcp_jax.model.network import NetworkShape, is_variable
 from glm_dcp_jax.model.parameters import Source
-from glm_dcp_jax.model.safetensors_reader import Checkpoint, verify
+from glm_dcp_jax.model.safetensors_reader import Checkpoint, CheckpointError, verify
 
 _log = logging.getLogger(__name__)
 
+_DTYPES = ("BF16", "F16", "F32")
 Index = tuple[slice, ...]
 
 
@@ -37,7 +38,9 @@ def load_parameters(checkpoint: Checkpoint, config: ModelConfig, shape: NetworkS
     ]
     runs = [_run_of(path, config) for path in paths]
     members = [_member_of(path) for path in paths]
-    verify(_expected(leaves, runs, members), checkpoint, ignored=_ignored(config))
+    expected = _expected(leaves, runs, members)
+    verify(expected, checkpoint, ignored=_ignored(config))
+    _refuse_quantised(checkpoint, expected)
     _say_what_is_left_out(checkpoint, config)
     loaded = []
     parts = list(zip(leaves, specs, runs, members, strict=True))
@@ -80,6 +83,17 @@ def _expected(leaves: list, runs: list, members: list[int]) -> dict[str, tuple[i
         for group in _groups(run):
             expected.update(dict.fromkeys(_names(source, run, group, member), source.shape))
     return expected
+
+
+def _refuse_quantised(checkpoint: Checkpoint, names: Iterable[str]) -> None:
+    """Casting 8-bit weights without their scales would load noise."""
+    found = {name: kind for name in names if (kind := checkpoint.info(name).dtype) not in _DTYPES}
+    if found:
+        name, kind = next(iter(found.items()))
+        raise CheckpointError(
+            f"{len(found)} tensors are stored as something else than {', '.join(_DTYPES)}, the first is {name} "
+            f"({kind}); quantised weights cannot be loaded"
+        )
 
 
 def _ignored(config: ModelConfig) -> Callable[[str], bool]:

@@ -22,13 +22,16 @@ from glm_dcp_jax.parallel.sharding import spec_of
 
 
 class StepOutput(NamedTuple):
-    """logits: [M, V] float32 of the asked rows. When captured, else None: embedded [T, H], a GroupTrace per stage.
+    """logits: [M, V] float32 of the asked rows. finite: [T], rows without NaN or infinity.
+
+    When captured, else None: embedded [T, H], a GroupTrace per stage.
 
     In the same shape it describes a step's results by PartitionSpecs, hence the open types.
     """
 
     logits: Any
     pools: Pools
+    finite: Any
     embedded: Any
     traces: Any
 
@@ -81,6 +84,7 @@ class Network(nnx.Module):
         return StepOutput(
             self.logits(x[logit_rows]),
             Pools(ckv, index_keys),
+            finite,
             embedded if capture else None,
             tuple(traces) if capture else None,
         )
@@ -138,18 +142,20 @@ def _run(
     if run.num_groups == 1:
         x, index_keys, records, trace = group(x, index_keys, ckv, run.first_layer, run.first_full, context)
         return x, index_keys, records, jax.tree.map(lambda leaf: leaf[None], trace) if capture else None
-    definition, weights = nnx.split(group)
+    # Experts stay out of the scan's slices, which are copies: the expert loop reads the stack in place.
+    definition, *(experts, weights) = nnx.split(group, _is_routed_expert, ...)
 
     def one_group(carry: tuple[Array, Array], inputs: tuple[Any, Array]) -> tuple[Any, Any]:
         x, index_keys = carry
         own_weights, ordinal = inputs
-        x, index_keys, records, trace = nnx.merge(definition, own_weights)(
+        x, index_keys, records, trace = nnx.merge(definition, experts, own_weights)(
             x,
             index_keys,
             ckv,
             run.first_layer + ordinal * run.group_size,
             run.first_full + ordinal,
             context,
+            ordinal,
         )
         return (x, index_keys), (records, trace if capture else None)
 
@@ -157,6 +163,15 @@ def _run(
         one_group, (x, index_keys), (weights, jnp.arange(run.num_groups))
     )
     return x, index_keys, records.reshape(-1, *records.shape[2:]), trace
+
+
+def _is_routed_expert(path: tuple, variable: Any) -> bool:
+    """Whether a parameter of a group is stacked over experts."""
+    return (
+        path[-2] == "feed_forward"
+        and path[-1] in ("gate_up", "down")
+        and ".experts." in variable.get_metadata("source").names[0]
+    )
 
 
 class NetworkShape(NamedTuple):

@@ -155,16 +155,16 @@ class TestRefused:
         ("changes", "message"),
         [
             ({"n_group": 7}, "n_group 7 must divide n_routed_experts 256"),
-            ({"n_group": 0}, "n_group 0"),
+            ({"n_group": 0}, "n_group must be a positive integer, but is 0"),
             ({"n_group": 4, "topk_group": 5}, "topk_group 5 must lie between 1 and n_group 4"),
-            ({"n_group": 4, "topk_group": 0}, "topk_group 0"),
+            ({"n_group": 4, "topk_group": 0}, "topk_group must be a positive integer, but is 0"),
             ({"n_group": 256, "topk_group": 8}, "a router group needs at least 2 experts"),
             (
                 {"n_group": 64, "topk_group": 1},
                 "num_experts_per_tok 8 exceeds the 4 experts of 1 kept groups",
             ),
             ({"n_routed_experts": 4}, "num_experts_per_tok 8 exceeds the 4 experts"),
-            ({"n_shared_experts": -1}, "n_shared_experts -1"),
+            ({"n_shared_experts": -1}, "n_shared_experts must be an integer of at least 0, but is -1"),
         ],
     )
     def test_routers_that_cannot_choose(self, changes, message):

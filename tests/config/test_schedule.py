@@ -116,8 +116,11 @@ class TestSparseLayers:
                 {"mlp_layer_types": ["dense"] * 5 + ["moe"]},
                 r"mlp_layer_types holds \['moe'\]; allowed are dense",
             ),
-            ({"first_k_dense_replace": -1}, "first_k_dense_replace -1"),
-            ({"moe_layer_freq": 0}, "moe_layer_freq 0"),
+            (
+                {"first_k_dense_replace": -1},
+                "first_k_dense_replace must be an integer of at least 0, but is -1",
+            ),
+            ({"moe_layer_freq": 0}, "moe_layer_freq must be a positive integer, but is 0"),
         ],
         ids=str,
     )

@@ -80,7 +80,7 @@ class TestEngine:
             raise RuntimeError("out of memory")
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(llm.engine.runner, "decode", fail)
+            patch.setattr(llm.engine.runner.steps, "get", lambda *_: fail)
             with pytest.raises(RuntimeError, match="out of memory"):
                 generate(llm, [PROMPT, PROMPT])
         check_idle(llm)

@@ -37,12 +37,19 @@ def routed_experts(
     x: Float[Array, "T H"],
     expert_ids: Int[Array, "T K"],
     weights: Float[Array, "T K"],
-    gate_up: Float[Array, "E 2 i H"],
-    down: Float[Array, "E H i"],
+    gate_up: Float[Array, "*G E 2 i H"],
+    down: Float[Array, "*G E H i"],
+    group: Int[Array, ""] | int = 0,
 ) -> Float[Array, "T H"]:
-    """sum_k weights[t, k] * down_e(silu(gate_e x) * up_e x) with e = expert_ids[t, k], in float32."""
+    """sum_k weights[t, k] * down_e(silu(gate_e x) * up_e x) with e = expert_ids[t, k], in float32.
+
+    Weights may be stacked over the G groups of a scan, of which `group` is used. They are sliced per expert, in the
+    loop: a layer's slice of the stack, taken outside, would be copied whole.
+    """
+    if gate_up.ndim == 4:
+        gate_up, down = gate_up[None], down[None]
     rows, per_row = expert_ids.shape
-    experts, _, width, hidden = gate_up.shape
+    _, experts, _, width, hidden = gate_up.shape
     tile_rows, num_tiles = tile_plan(rows * per_row, experts)
     flat_ids, flat_weights = expert_ids.reshape(-1), weights.reshape(-1)
     order = jnp.argsort(flat_ids, stable=True)
@@ -59,7 +66,7 @@ def routed_experts(
         used = places < stops[expert]
         assignment = order[jnp.minimum(places, rows * per_row - 1)]
         token = assignment // per_row
-        out = _expert(x[token], gate_up[expert].reshape(2 * width, hidden), down[expert])
+        out = _expert(x[token], gate_up[group, expert].reshape(2 * width, hidden), down[group, expert])
         scaled = out * jnp.where(used, flat_weights[assignment], 0.0)[:, None]
         return total.at[jnp.where(used, token, rows)].add(scaled, mode="drop")
 
