@@ -12,7 +12,7 @@ from glm_dcp_jax.config import ConfigError, EngineConfig, ModelConfig, SamplingD
 from glm_dcp_jax.engine.detokenizer import Detokenizer
 from glm_dcp_jax.engine.outputs import Logprob, RequestOutput
 from glm_dcp_jax.engine.runner import Line, Runner
-from glm_dcp_jax.engine.sampling import Sampled, row_params, sample
+from glm_dcp_jax.engine.sampling import IDLE_ROW, Sampled, row_params, sample
 from glm_dcp_jax.engine.sampling_params import SamplingParams
 from glm_dcp_jax.engine.scheduler import Scheduler, Work
 from glm_dcp_jax.engine.sequence import Request, Sequence
@@ -201,9 +201,8 @@ class Engine:
     def _sample(self, ready: list[tuple[int, Sequence]], logits: Any) -> None:
         rows = logits.shape[0]
         wanted = dict(ready)
-        idle = (SamplingParams(temperature=0.0), 0, 0)
         params = [
-            (wanted[row].params, wanted[row].seed, len(wanted[row].output_ids)) if row in wanted else idle
+            (wanted[row].params, wanted[row].seed, len(wanted[row].output_ids)) if row in wanted else IDLE_ROW
             for row in range(rows)
         ]
         random = any(not sequence.params.greedy for _, sequence in ready)

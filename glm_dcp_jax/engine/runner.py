@@ -24,7 +24,7 @@ from glm_dcp_jax.engine.buckets import Buckets
 from glm_dcp_jax.engine.compiles import CompileCounter
 from glm_dcp_jax.engine.memory import number_of_pages
 from glm_dcp_jax.engine.sampling import row_params, sample
-from glm_dcp_jax.engine.steps import CompiledSteps, StepShape
+from glm_dcp_jax.engine.steps import CompiledSteps, StepShape, leaves_of
 from glm_dcp_jax.kernels.row_blocks import WORKSPACE_BYTES
 from glm_dcp_jax.model.load import load_parameters
 from glm_dcp_jax.model.network import StepOutput, abstract_network
@@ -92,6 +92,7 @@ class Runner:
         prefill_path = "context" if parallel.dcp_prefill_path == "auto" else parallel.dcp_prefill_path
         self.steps = CompiledSteps(self.mesh, self.shape, settings, prefill_path)
         self.parameters = load_parameters(checkpoint, model, self.shape, self.mesh)
+        self._leaves = leaves_of(self.parameters)
         self.num_pages = number_of_pages(config, model, self.layout, self.record, self.mesh)
         self.max_model_len = resolve_max_model_len(
             config.scheduler.max_model_len, model, self.num_pages, self.layout
@@ -154,7 +155,7 @@ class Runner:
         with self._lock:
             step = self.steps.get(shape, self.parameters, self.pools)
             try:
-                out = step(self.parameters, self.pools, make_block(shape, lines), logit_rows)
+                out = step(self._leaves, self.pools, make_block(shape, lines), logit_rows)
                 self.pools = out.pools
             except Exception:
                 # The donated pools may be gone; whoever called must forget what they held.

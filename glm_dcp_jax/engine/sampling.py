@@ -40,10 +40,13 @@ class Sampled(NamedTuple):
     top_logprobs: Any = None
 
 
+IDLE_ROW = (SamplingParams(temperature=0.0), 0, 0)
+"""What a row without a request is sampled with: (params, seed, step)."""
+
+
 def row_params(wanted: Sequence[tuple[SamplingParams, int, int]], rows: int) -> RowParams:
     """Arrays for `rows` rows from (params, seed, step) of the first ones; the rest is greedy padding."""
-    padding = (SamplingParams(temperature=0.0), 0, 0)
-    filled = [*wanted, *[padding] * (rows - len(wanted))]
+    filled = [*wanted, *[IDLE_ROW] * (rows - len(wanted))]
     column = lambda values, dtype: np.array(list(values), dtype)  # noqa: E731
     return RowParams(
         column((0.0 if params.greedy else params.temperature for params, _, _ in filled), np.float32),

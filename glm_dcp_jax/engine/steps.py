@@ -31,6 +31,11 @@ class StepShape(NamedTuple):
     capture: bool = False
 
 
+def leaves_of(parameters: Any) -> tuple[Any, ...]:
+    """A parameter tree's arrays in a fixed order."""
+    return tuple(jax.tree.leaves(parameters))
+
+
 @dataclass
 class CompiledSteps:
     """Steps by shape, compiled when first asked for."""
@@ -42,7 +47,11 @@ class CompiledSteps:
     _steps: dict[StepShape, Any] = field(default_factory=dict)
 
     def get(self, wanted: StepShape, parameters: Any, pools: Pools) -> Any:
-        """The executable for a shape: call it with (parameters, pools, block, logit_rows); pools are donated."""
+        """The executable for a shape: call it with (leaves, pools, block, logit_rows); pools are donated.
+
+        leaves: the parameters' arrays alone, as `leaves_of` gives them: walking nnx's tree at every step takes longer
+        than starting the step.
+        """
         found = self._steps.get(wanted)
         if found is None:
             found = self.lower(wanted, parameters, pools).compile()
@@ -55,22 +64,24 @@ class CompiledSteps:
         ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
         block = Block(ints(requests, rows), ints(requests, rows), ints(requests, pages))
         step = jax.jit(self._step(wanted), donate_argnums=1)
-        return step.lower(parameters, pools, block, ints(wanted.logits))
+        return step.lower(leaves_of(parameters), pools, block, ints(wanted.logits))
 
     def _step(self, wanted: StepShape) -> Any:
         path = self._path(wanted.kind)
         definition, settings = self.shape.definition, self.settings
+        tree = jax.tree.structure(self.shape.parameters)
+        specs = tuple(jax.tree.leaves(self.shape.specs, is_leaf=lambda leaf: isinstance(leaf, P)))
 
         def on_device(
-            parameters: Any, pools: Pools, block: Block, logit_rows: Int[Array, " M"]
+            leaves: tuple[Array, ...], pools: Pools, block: Block, logit_rows: Int[Array, " M"]
         ) -> StepOutput:
-            network = nnx.merge(definition, parameters)
+            network = nnx.merge(definition, jax.tree.unflatten(tree, leaves))
             return network.step(pools, (block,), logit_rows, (path,), settings, wanted.capture)
 
         return jax.shard_map(
             on_device,
             mesh=self.mesh,
-            in_specs=(self.shape.specs, POOL_SPECS, P(), P()),
+            in_specs=(specs, POOL_SPECS, P(), P()),
             out_specs=StepOutput(P(), POOL_SPECS, P(), P(), P()),
             check_vma=False,
         )

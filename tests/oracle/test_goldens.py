@@ -27,7 +27,7 @@ FACTORS = {
     # Contexts above 32 * index_topk are attended by gathering selected records, shorter ones under a mask.
     "max_model_len": (400, 1000),
 }
-PRODUCT = {**FACTORS, "mesh": ((4, 4), (8, 4))}
+LAYOUT = ("model", "mesh", "interleave", "block_size", "chunk")
 
 
 def name_of(case: dict) -> str:
@@ -40,6 +40,16 @@ def name_of(case: dict) -> str:
 
 def all_of(factors: dict) -> list[dict]:
     return [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
+
+
+def product() -> list[dict]:
+    """Every layout and chunk at two meshes; paths, backends and context lengths take turns over them."""
+    layouts = all_of({key: FACTORS[key] for key in LAYOUT} | {"mesh": ((4, 4), (8, 4))})
+    turns = {"prefill_path": 1, "backend": 3, "max_model_len": 5}
+    return [
+        layout | {key: FACTORS[key][number // every % 2] for key, every in turns.items()}
+        for number, layout in enumerate(layouts)
+    ]
 
 
 @cache
@@ -135,7 +145,7 @@ def test_golden(case, devices):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", all_of(PRODUCT), ids=name_of)
+@pytest.mark.parametrize("case", product(), ids=name_of)
 def test_golden_full_product(case, devices):
     devices(case["mesh"][0])
     check(case)
