@@ -93,7 +93,14 @@ class Runner:
         self.steps = CompiledSteps(self.mesh, self.shape, settings, prefill_path)
         self.parameters = load_parameters(checkpoint, model, self.shape, self.mesh)
         self._leaves = leaves_of(self.parameters)
-        self.num_pages = number_of_pages(config, model, self.layout, self.record, self.mesh)
+        self.num_pages = number_of_pages(
+            cache,
+            model,
+            self.layout,
+            self.record,
+            self.mesh,
+            lambda pages: self._workspace(config, model, pages),
+        )
         self.max_model_len = resolve_max_model_len(
             config.scheduler.max_model_len, model, self.num_pages, self.layout
         )
@@ -143,6 +150,19 @@ class Runner:
     def reset_pools(self) -> None:
         """Start over with an empty, zeroed cache."""
         self.pools = make_pools(self.mesh, self._pool_shapes)
+
+    def _workspace(self, config: EngineConfig, model: ModelConfig, pages: int) -> int:
+        """Temporary bytes per device of the largest decode and prefill steps, compiled for a cache of `pages`."""
+        longest = resolve_max_model_len(config.scheduler.max_model_len, model, pages, self.layout)
+        buckets = Buckets.of(config.scheduler, longest, self.layout)
+        pools = placed(self.mesh, pool_shapes(model, self.layout, self.record, pages))
+        parameters = self.shape.on(self.mesh)
+        largest = (
+            buckets.decode(config.scheduler.max_num_seqs, longest),
+            buckets.prefill(1, buckets.largest_chunk, longest),
+        )
+        compiled = [self.steps.lower(shape, parameters, pools).compile() for shape in largest]
+        return max(step.memory_analysis().temp_size_in_bytes for step in compiled)
 
     def _warm_up_sampling(self, rows: int) -> None:
         logits = jax.device_put(
