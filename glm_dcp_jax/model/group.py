@@ -148,15 +148,24 @@ def _select(
 ) -> tuple[Array, list[Selection]]:
     """Write this step's index keys, then score and choose for each block."""
     settings = context.settings
+    page_size = settings.layout.virtual_block
     keys = indexer.index_keys(normed, context.angles).astype(index_pool.dtype)
     index_pool = write_records(index_pool, full_ordinal, context.index_slots, keys)
     queries, weights = indexer.index_queries(normed, projected.query_latent, context.angles)
     selections = []
     parts = zip(context.blocks, context.paths, context.cut(queries), context.cut(weights), strict=True)
     for block, path, block_q, block_w in parts:
-        seen = gather_pages(index_pool, full_ordinal, block.page_table, settings.layout.virtual_block)
         as_mask = path.wants_mask(block)
-        chosen = select(block_q, block_w, seen, block.visible, settings.index_topk, as_mask)
+        chosen = select(
+            block_q,
+            block_w,
+            lambda pages: gather_pages(index_pool, full_ordinal, pages[None], page_size)[0],
+            block.page_table,
+            block.visible,
+            settings.index_topk,
+            as_mask,
+            context=block.page_table.shape[1] * page_size,
+        )
         selections.append(Selection(None, chosen) if as_mask else Selection(chosen, None))
     return index_pool, selections
 

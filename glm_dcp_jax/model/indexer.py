@@ -1,5 +1,7 @@
 """The lightning indexer of a Full layer: index keys, index queries, and the selection."""
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -7,8 +9,8 @@ from jaxtyping import Array, Float, Int
 from glm_dcp_jax.config import ModelConfig
 from glm_dcp_jax.config.model import INDEX_NORM_EPS
 from glm_dcp_jax.kernels.each_request import each_request
-from glm_dcp_jax.kernels.index_scores import index_scores
-from glm_dcp_jax.kernels.row_blocks import map_row_blocks
+from glm_dcp_jax.kernels.index_scores import index_scores, row_bytes
+from glm_dcp_jax.kernels.row_blocks import WORKSPACE_BYTES, map_row_blocks
 from glm_dcp_jax.kernels.topk import select_mask, select_positions
 from glm_dcp_jax.model.elementary import layer_norm, linear, rotate
 from glm_dcp_jax.model.parameters import Maker, Source
@@ -60,18 +62,28 @@ class Indexer(nnx.Module):
 def select(
     queries: Float[Array, "N S I D"],
     head_weights: Float[Array, "N S I"],
-    keys: Float[Array, "N L D"],
+    keys_of: Callable[[Array], Array],
+    page_table: Int[Array, "N P"],
     visible: Int[Array, "N S"],
     k: int,
     as_mask: bool,
+    context: int,
 ) -> Array:
-    """Each row's k best visible keys, as a mask [N, S, L] or positions [N, S, k]; in row blocks."""
+    """Each row's k best visible keys, as a mask [N, S, L] or positions [N, S, k]; requests and rows in blocks.
+
+    keys_of: a request's page table [P] to its keys [L, D] in position order. context: L.
+    """
     choose = select_mask if as_mask else select_positions
+    _, rows, heads, width = queries.shape
+    per_row = row_bytes(rows, heads, context)
 
-    def one_request(request_q: Array, request_w: Array, request_keys: Array, rows_visible: Array) -> Array:
-        def rows(block_q: Array, block_w: Array, block_visible: Array) -> Array:
-            return choose(index_scores(block_q, block_w, request_keys), block_visible, k)
+    def one_request(request_q: Array, request_w: Array, pages: Array, rows_visible: Array) -> Array:
+        keys = keys_of(pages).astype(request_q.dtype)
 
-        return map_row_blocks(rows, 4 * request_keys.shape[0] * 4, request_q, request_w, rows_visible)
+        def some_rows(block_q: Array, block_w: Array, block_visible: Array) -> Array:
+            return choose(index_scores(block_q, block_w, keys), block_visible, k)
 
-    return each_request(one_request, queries, head_weights, keys.astype(queries.dtype), visible)
+        return map_row_blocks(some_rows, per_row, request_q, request_w, rows_visible)
+
+    bytes_each = max(context * width * queries.dtype.itemsize, min(rows * per_row, WORKSPACE_BYTES))
+    return each_request(one_request, bytes_each, queries, head_weights, page_table, visible)

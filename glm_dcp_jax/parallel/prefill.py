@@ -66,7 +66,8 @@ class ContextPrefill(_Prefill):
                 expansions = (layer.key_expansion, layer.value_expansion)
                 return expanded_attention(nope, rope, records, *expansions, mask, settings.scale)
 
-            return each_request(dense, queries.nope, queries.rope, context, selection.mask)
+            scores = 4 * selection.mask.shape[1] * selection.mask.shape[2]
+            return each_request(dense, scores, queries.nope, queries.rope, context, selection.mask)
         assert selection.positions is not None
         out, _ = _attend_selected(settings, absorb(queries, layer), context, selection.positions)
         return jax.vmap(lambda part: expand_values(part, layer, dtype))(out)
@@ -108,7 +109,8 @@ class QueriesPrefill(_Prefill):
             def dense(heads: Array, records: Array, seen: Array) -> tuple[Array, Array]:
                 return absorbed_attention(heads, records, seen, settings.latent_width, settings.scale)
 
-            out, lse = each_request(dense, q, owned, mask)
+            scores = 4 * q.shape[2] * mask.shape[1] * mask.shape[2]
+            out, lse = each_request(dense, scores, q, owned, mask)
         else:
             assert selection.positions is not None
             mine = layout.owner(selection.positions) == rank
@@ -172,4 +174,5 @@ def _attend_selected(
         bytes_per_row = chosen.shape[1] * records.shape[1] * records.dtype.itemsize
         return map_row_blocks(rows, bytes_per_row, request_q, chosen, workspace=settings.gather_bytes)
 
-    return each_request(one_request, q, context, slots)
+    gathered = slots.shape[1] * slots.shape[2] * context.shape[2] * context.dtype.itemsize
+    return each_request(one_request, min(gathered, settings.gather_bytes), q, context, slots)

@@ -8,6 +8,11 @@ _ROWS_AT_ONCE = 16
 """Up to this many rows, all heads are scored by one product; above, head by head, which needs 1/I of the memory."""
 
 
+def row_bytes(rows: int, heads: int, columns: int) -> int:
+    """Workspace of one row when `rows` are scored together: float32 scores of all heads, or of one and their sum."""
+    return 4 * columns * (heads if rows <= _ROWS_AT_ONCE else 4)
+
+
 def index_scores(
     q: Float[Array, "S I D"], head_weights: Float[Array, "S I"], keys: Float[Array, "L D"]
 ) -> Float[Array, "S L"]:
