@@ -12,7 +12,10 @@ OPENING = """# Flags
 
 <!-- Written by scripts/make_flags_doc.py from the flags' definitions; do not edit. -->
 
-Names are vLLM's wherever it has one. `scripts/serve --help` prints the same.
+Names are vLLM's wherever it has one. `scripts/serve --help` prints the first two tables.
+
+Without MODEL and without a GPU, `-tp` is 4, `-dcp` is `-tp`, `--max-num-batched-tokens` 128, `--max-num-seqs` 8 and the cache
+32 MiB, so that the built-in model answers soon.
 
 ## Engine
 

@@ -71,13 +71,21 @@ REFUSED = {
     "api_server_count": "one server process drives the mesh",
     "async_scheduling": "steps are scheduled one by one",
     "data_parallel_size": "start one server per replica behind a load balancer",
+    "calculate_kv_scales": "cached records are float32 or bfloat16",
+    "compilation_config": "steps are always compiled; see --precompile-bs-paddings",
+    "cpu_offload_gb": "weights are not offloaded",
+    "distributed_executor_backend": "one process drives the mesh of one host",
     "enable_chunked_prefill": "prefill is always chunked; set --max-num-batched-tokens",
     "enable_expert_parallel": "experts are split by width over the mesh",
     "enable_lora": "LoRA adapters are not supported",
     "enable_prefix_caching": "prefix caching is not available yet",
+    "enforce_eager": "steps are always compiled; see --precompile-bs-paddings",
     "kv_transfer_config": "prefill/decode disaggregation is not available yet",
     "load_format": "checkpoints are safetensors",
     "lora_modules": "LoRA adapters are not supported",
+    "master_addr": "one process drives the mesh of one host",
+    "nnodes": "one process drives the mesh of one host",
+    "node_rank": "one process drives the mesh of one host",
     "pipeline_parallel_size": "the model is split by tensor parallelism only; use --tensor-parallel-size",
     "prefill_context_parallel_size": "prefill context parallelism is not supported",
     "quantization": "quantised weights are not available yet",
@@ -132,7 +140,9 @@ def explain_unknown(name: str, known: set[str]) -> str:
     option = "--" + name.replace("_", "-")
     if name in REFUSED:
         return f"{option} is not supported: {REFUSED[name]}"
-    near = difflib.get_close_matches(name, known, n=1)
+    if name.removeprefix("no_") in REFUSED:
+        return f"{option} is not needed: it is off anyway ({REFUSED[name.removeprefix('no_')]})"
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     hint = f"; did you mean --{near[0].replace('_', '-')}?" if near else ""
     return f"unknown flag {option}{hint}"
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from numbers import Integral
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -23,7 +24,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 class LLM:
     """An engine for batches of prompts. Keyword arguments are the server's flags with underscores."""
 
-    def __init__(self, model: str, **settings: Any) -> None:
+    def __init__(self, model: str | PathLike[str], **settings: Any) -> None:
         """Load a checkpoint directory (or a name in the local Hugging Face cache).
 
         Raises ConfigError for settings that cannot work, ModelNotFound, and CheckpointError.
