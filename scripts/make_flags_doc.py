@@ -14,8 +14,8 @@ OPENING = """# Flags
 
 Names are vLLM's wherever it has one. `scripts/serve --help` prints the first two tables.
 
-Without MODEL and without a GPU, `-tp` is 4, `-dcp` is `-tp`, `--max-num-batched-tokens` 128, `--max-num-seqs` 8 and the cache
-32 MiB, so that the built-in model answers soon.
+Without MODEL and without a GPU, `-tp` is 4, `-dcp` is `-tp`, `--max-num-batched-tokens` 128, `--max-num-seqs` 8
+and the cache 32 MiB, so that the built-in model answers soon.
 
 ## Engine
 
