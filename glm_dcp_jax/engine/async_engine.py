@@ -133,7 +133,8 @@ class AsyncEngine:
         with self._wake:
             self._stopping = True
             self._wake.notify()
-        if threading.current_thread() is not self._thread:
+        # While steps are compiled there is nothing to wait for: the thread is a daemon and holds no request.
+        if self._ready and threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _post(self, call: Callable[[], Any]) -> "Future[None]":

@@ -163,7 +163,7 @@ class Engine:
         try:
             shape, out = self.runner.decode(lines) if work.kind == "decode" else self.runner.prefill(lines)
             finite = np.asarray(out.finite).reshape(shape.requests, shape.rows)
-        except Exception:
+        except BaseException:  # an interrupt too
             self._fail_all()
             raise
         for row, (sequence, chunk) in enumerate(zip(work.sequences, work.chunks, strict=True)):

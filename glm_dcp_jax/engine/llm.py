@@ -1,6 +1,7 @@
 """Offline inference, with vLLM's names: `LLM(model=...).generate(prompts, sampling_params)`."""
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,7 @@ class LLM:
 
         self.engine = Engine.from_config(config)
         self._next_id = 0
+        self._one_caller = threading.Lock()
 
     def generate(
         self,
@@ -50,7 +52,12 @@ class LLM:
         """
         many = _as_list(prompts)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        each = [params] * len(many) if isinstance(params, SamplingParams) else list(params)
+        each = [params] * len(many) if isinstance(params, (SamplingParams, Mapping)) else list(params)
+        for wanted in each:
+            if not isinstance(wanted, SamplingParams):
+                raise ValueError(
+                    f"sampling_params must be SamplingParams, or a list of them, but got {wanted!r}"
+                )
         if len(each) != len(many):
             raise ValueError(
                 f"{len(many)} prompts came with {len(each)} sampling_params; give one, or one for each"
@@ -71,7 +78,14 @@ class LLM:
     ) -> list[RequestOutput]:
         """Render one conversation, or several, with the chat template, and continue them."""
         tokenizer = self._tokenizer()
-        several = messages if messages and not isinstance(messages[0], Mapping) else [messages]
+        if isinstance(messages, (str, Mapping)) or not messages or not all(messages):
+            raise ValueError(
+                "messages must be a list of messages, or a list of such lists, none of them empty"
+            )
+        several = messages if not isinstance(messages[0], Mapping) else [messages]
+        reserved = {"messages", "add_generation_prompt"} & set(chat_template_kwargs or {})
+        if reserved:
+            raise ValueError(f"chat_template_kwargs may not set {sorted(reserved)}")
         texts = [
             tokenizer.apply_chat_template(
                 list(conversation), chat_template, add_generation_prompt, **(chat_template_kwargs or {})
@@ -88,7 +102,8 @@ class LLM:
         """
         from glm_dcp_jax.engine.capture import compute_logits
 
-        return compute_logits(self.engine, list(token_ids), capture)
+        with self._one_caller:
+            return compute_logits(self.engine, _token_ids(token_ids), capture)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """SamplingParams with what the checkpoint's generation_config.json suggests."""
@@ -99,6 +114,12 @@ class LLM:
         return self._tokenizer()
 
     def _run(
+        self, encoded: list[tuple[str | None, list[int]]], params: list[SamplingParams], use_tqdm: bool
+    ) -> list[RequestOutput]:
+        with self._one_caller:
+            return self._run_alone(encoded, params, use_tqdm)
+
+    def _run_alone(
         self, encoded: list[tuple[str | None, list[int]]], params: list[SamplingParams], use_tqdm: bool
     ) -> list[RequestOutput]:
         names = [str(self._next_id + place) for place in range(len(encoded))]
@@ -120,14 +141,19 @@ class LLM:
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
+            unknown = sorted(str(key) for key in prompt if key not in ("prompt", "prompt_token_ids"))
+            if unknown:
+                raise ValueError(
+                    f'a prompt dict needs "prompt" (text) or "prompt_token_ids" (a list of ids), and holds {unknown}'
+                )
             if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), [int(token) for token in prompt["prompt_token_ids"]]
+                return prompt.get("prompt"), _token_ids(prompt["prompt_token_ids"])
             if isinstance(prompt.get("prompt"), str):
                 return self._encode(prompt["prompt"])
             raise ValueError('a prompt dict needs "prompt" (text) or "prompt_token_ids" (a list of ids)')
         if isinstance(prompt, str):
             return prompt, self._tokenizer().encode(prompt)
-        return None, [int(token) for token in prompt]
+        return None, _token_ids(prompt)
 
     def _tokenizer(self) -> Any:
         if self.engine.tokenizer is None:
@@ -137,9 +163,22 @@ class LLM:
         return self.engine.tokenizer
 
 
+def _token_ids(tokens: Any) -> list[int]:
+    """Token ids as ints. Raises ValueError for anything but whole numbers: 1.7 and "12" are mistakes, not tokens."""
+    if isinstance(tokens, (str, bytes, Mapping)) or not isinstance(tokens, Iterable):
+        raise ValueError(f"token ids must be a list of integers, but got {tokens!r}")
+    listed = list(tokens)
+    for token in listed:
+        if isinstance(token, bool) or not isinstance(token, Integral):
+            raise ValueError(f"token ids must be integers, but the list holds {token!r}")
+    return [int(token) for token in listed]
+
+
 def _as_list(prompts: Any) -> list[Prompt]:
-    """One prompt or many: a bare string, dict or list of ints is one."""
+    """One prompt or many: a bare string, dict or list of ints is one. Raises ValueError for what is neither."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts must be text, token ids, a dict, or a list of these, but got {prompts!r}")
     many = list(prompts)
     return [many] if many and all(isinstance(entry, Integral) for entry in many) else many

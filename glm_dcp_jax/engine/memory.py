@@ -28,13 +28,17 @@ def number_of_pages(
     num_gpu_blocks_override counts usable pages; kv_cache_memory_bytes is per device; else what gpu_memory_utilization
     leaves of every GPU beside weights and the steps' workspace. Raises ConfigError when that is too little.
     """
-    if cache.num_gpu_blocks_override is not None:
-        return cache.num_gpu_blocks_override + 1
-    if cache.kv_cache_memory_bytes is not None:
-        return pages_in(cache.kv_cache_memory_bytes, model, layout, record)
-    if mesh.devices.flat[0].platform == "cpu":
+    each, on_cpu = page_bytes(model, layout, record), mesh.devices.flat[0].platform == "cpu"
+    if cache.num_gpu_blocks_override is not None or cache.kv_cache_memory_bytes is not None:
+        if cache.num_gpu_blocks_override is not None:
+            pages = cache.num_gpu_blocks_override + 1
+        else:
+            pages = pages_in(cache.kv_cache_memory_bytes or 0, model, layout, record)
+        _require_room(pages * each, mesh, on_cpu)
+        return pages
+    if on_cpu:
         # An unset cache on the CPU holds at least one page of any geometry.
-        return max(2, CPU_DEFAULT_BYTES // page_bytes(model, layout, record))
+        return max(2, CPU_DEFAULT_BYTES // each)
     stats = [device.memory_stats() for device in mesh.local_devices]
     budget = free_bytes(stats, cache.gpu_memory_utilization)
     needed = workspace(pages_in(budget, model, layout, record))
@@ -44,6 +48,33 @@ def number_of_pages(
             "left; lower --max-num-batched-tokens, --max-num-seqs or --max-model-len, or raise --tensor-parallel-size"
         )
     return pages_in(budget - needed, model, layout, record)
+
+
+def _require_room(cache_bytes: int, mesh: Mesh, on_cpu: bool) -> None:
+    """Raise ConfigError for a cache that the machine cannot hold, instead of being killed while it is made."""
+    if on_cpu:
+        devices = len(mesh.local_devices)
+        wanted, there = cache_bytes * devices, _available_host_bytes()
+        where = f"{devices} virtual devices together, and this machine"
+    else:
+        wanted = cache_bytes
+        there = min(int(device.memory_stats()["bytes_limit"]) for device in mesh.local_devices)
+        where = "each GPU, which"
+    if wanted > there:
+        raise ConfigError(
+            f"a cache of this size takes {wanted / GIB:,.2f} GiB on {where} has {there / GIB:,.2f} GiB; lower "
+            "--kv-cache-memory-bytes or --num-gpu-blocks-override"
+        )
+
+
+def _available_host_bytes() -> int:
+    """Memory the host can still give out: Linux's own estimate, without a say elsewhere."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return 2**63
 
 
 def free_bytes(stats: Iterable[Mapping[str, int]], utilization: float) -> int:

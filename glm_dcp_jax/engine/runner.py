@@ -1,12 +1,13 @@
 """The device side of an engine: weights, pools and compiled steps. Batches in, logits out."""
 
+import contextlib
 import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import jax
@@ -35,6 +36,7 @@ from glm_dcp_jax.parallel.mesh import make_mesh
 
 _log = logging.getLogger(__name__)
 
+_COMPILE_THREADS = 2
 _CPU_GATHER_BYTES = 2 * 2**20
 """Records that stay in a core's cache are attended 3 times faster than 64 MiB of them."""
 
@@ -133,19 +135,40 @@ class Runner:
         """Compile every step serving can ask for, two at a time, with a progress bar; gives up when `stopped`."""
         began = time.perf_counter()
         shapes = self.buckets.all()
-        rows = sorted({shape.logits for shape in shapes})
-        pools = placed(self.mesh, self._pool_shapes)
-        with ThreadPoolExecutor(max_workers=2) as pool:
-            compiles = [pool.submit(self.steps.get, shape, self.parameters, pools) for shape in shapes]
-            for compiled in tqdm(compiles, desc="Compiling steps", unit="step"):
-                if stopped():
-                    pool.shutdown(cancel_futures=True)
-                    return
-                compiled.result()
-        for count in rows:
-            self._warm_up_sampling(count)
+        compiled = self._compile_in_background(shapes, stopped)
+        for _ in tqdm(shapes, desc="Compiling steps", unit="step"):
+            failure = _next_of(compiled, stopped)
+            if stopped():
+                return
+            if failure is not None:
+                raise failure
+        for rows in sorted({shape.logits for shape in shapes}):
+            self._warm_up_sampling(rows)
         self.compiles.mark_warm()
         _log.info("Compiled %d steps in %.1f s", len(shapes), time.perf_counter() - began)
+
+    def _compile_in_background(
+        self, shapes: Sequence[StepShape], stopped: Callable[[], bool]
+    ) -> "SimpleQueue[Exception | None]":
+        """Start to compile; the queue gets one entry for each shape that is done, the exception of one that failed.
+
+        In daemon threads: a process that is told to stop does not wait for a compilation.
+        """
+        waiting = iter(shapes)
+        pools = placed(self.mesh, self._pool_shapes)
+        done: SimpleQueue[Exception | None] = SimpleQueue()
+
+        def work() -> None:
+            while not stopped() and (shape := next(waiting, None)) is not None:
+                try:
+                    self.steps.get(shape, self.parameters, pools)
+                    done.put(None)
+                except Exception as error:
+                    done.put(error)
+
+        for _ in range(_COMPILE_THREADS):
+            threading.Thread(target=work, name="compile", daemon=True).start()
+        return done
 
     def reset_pools(self) -> None:
         """Start over with an empty, zeroed cache."""
@@ -177,11 +200,19 @@ class Runner:
             try:
                 out = step(self._leaves, self.pools, make_block(shape, lines), logit_rows)
                 self.pools = out.pools
-            except Exception:
+            except BaseException:  # an interrupt too
                 # The donated pools may be gone; whoever called must forget what they held.
                 self.reset_pools()
                 raise
         return out
+
+
+def _next_of(done: "SimpleQueue[Exception | None]", stopped: Callable[[], bool]) -> Exception | None:
+    """The queue's next entry; None at once when `stopped`."""
+    while not stopped():
+        with contextlib.suppress(Empty):
+            return done.get(timeout=0.1)
+    return None
 
 
 def make_block(shape: StepShape, lines: Sequence[Line]) -> Block:
