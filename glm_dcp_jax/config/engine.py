@@ -9,13 +9,19 @@ PREFILL_PATHS = ("auto", "context", "queries")
 DECODE_PATHS = ("queries",)
 RECORD_FORMATS = ("auto", "float32", "bfloat16")
 GENERATION_CONFIGS = ("auto", "vllm")
-DTYPES = ("auto", "bfloat16", "float16", "float32")
+FLOAT_DTYPES = ("bfloat16", "float16", "float32")
+DTYPES = ("auto", *FLOAT_DTYPES)
+MAX_SEQS = 65_536
+MAX_BATCHED_TOKENS = 1_048_576
+"""Steps of more than these are a slip of the pen: arrays of that size are made at start."""
 
 
-def at_least(name: str, value: int, least: int) -> None:
-    """Raise ConfigError unless value is an integer of at least `least`."""
+def at_least(name: str, value: int, least: int, most: int | None = None) -> None:
+    """Raise ConfigError unless value is an integer of at least `least` and at most `most`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{name} must be an integer of at least {least}, but is {value!r}")
+    if most is not None and value > most:
+        raise ConfigError(f"{name} must be at most {most}, but is {value}")
 
 
 def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -106,10 +112,10 @@ class SchedulerConfig:
     precompile_token_paddings: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        at_least("max_num_seqs", self.max_num_seqs, 1)
-        at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        at_least("max_num_seqs", self.max_num_seqs, 1, MAX_SEQS)
+        at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1, MAX_BATCHED_TOKENS)
         if self.max_model_len is not None:
-            at_least("max_model_len", self.max_model_len, 1)
+            at_least("max_model_len", self.max_model_len, 2)  # a prompt of one token, and one of output
         _check_sizes("precompile_bs_paddings", self.precompile_bs_paddings)
         _check_sizes("precompile_token_paddings", self.precompile_token_paddings)
 

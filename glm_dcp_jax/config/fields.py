@@ -1,6 +1,6 @@
 """Reading a JSON object's fields by type, with errors that name the field."""
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,7 +32,11 @@ class Fields(dict[str, Any]):
     def number(self, name: str, default: float | None = None) -> float:
         """A finite number above 0."""
         value = self._value(name, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not 0 < value <= sys.float_info.max
+        ):
             raise ConfigError(f"{name} must be a number above 0, but is {value!r}")
         return float(value)
 

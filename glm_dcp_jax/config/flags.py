@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import json
 import types
 import typing
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from glm_dcp_jax.config.engine import (
     SchedulerConfig,
 )
 from glm_dcp_jax.config.errors import ConfigError
+from glm_dcp_jax.config.json_file import parse_json
 
 
 @dataclass(frozen=True)
@@ -161,19 +161,26 @@ def _typed(name: str, value: Any) -> Any:
 
 
 def _sizes(name: str, value: Any) -> tuple[int, ...]:
-    parts = value.replace(",", " ").split() if isinstance(value, str) else value
     try:
-        return tuple(int(part) for part in parts)
+        sizes = [int(part) for part in value.replace(",", " ").split()] if isinstance(value, str) else value
+        if all(type(size) is int for size in sizes):  # neither a fraction nor a bool
+            return tuple(sizes)
     except (TypeError, ValueError):
-        raise ConfigError(f"{name} takes sizes such as 1,4,16, but got {value!r}") from None
+        pass
+    raise ConfigError(f"{name} takes sizes such as 1,4,16, but got {value!r}")
 
 
 def _overrides(value: Any) -> tuple[tuple[str, object], ...]:
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
+            value = parse_json(value)
+        except ValueError as error:
             raise ConfigError(f"hf_overrides is not valid JSON: {error}") from None
     if not isinstance(value, Mapping):
         raise ConfigError(f"hf_overrides must be a JSON object, but got {value!r}")
+    strange = [key for key in value if not isinstance(key, str)]
+    if strange:
+        raise ConfigError(
+            f"hf_overrides must have field names of config.json as keys, but has {strange[0]!r}"
+        )
     return tuple(value.items())

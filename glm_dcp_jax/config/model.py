@@ -4,20 +4,23 @@ Field names are config.json's own, so that a reader finds them in both places. `
 GLM-5.2 it equals qk_nope_head_dim and is not the rotary dimension.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from glm_dcp_jax.config.engine import FLOAT_DTYPES, one_of
 from glm_dcp_jax.config.errors import ConfigError
 from glm_dcp_jax.config.fields import Fields
+from glm_dcp_jax.config.json_file import read_json_object
 from glm_dcp_jax.config.schedule import Run, full_layers, runs_of, sparse_layers, stages_of
 
 MODEL_TYPE = "glm_moe_dsa"
 LATENT_NORM_EPS = 1e-6
 """eps of q_a_layernorm and kv_a_layernorm. transformers uses 1e-6; vLLM and SGLang use rms_norm_eps."""
 INDEX_NORM_EPS = 1e-6
+MAX_LAYERS = 10_000
+"""Far above any model: a larger number is a mistake, and would take memory before anything else notices."""
 
 _SIZES = (
     "vocab_size hidden_size num_hidden_layers num_attention_heads q_lora_rank kv_lora_rank qk_nope_head_dim "
@@ -99,6 +102,12 @@ class ModelConfig:
         sizes: dict[str, Any] = {name: fields.integer(name) for name in _SIZES}
         _require_equal_heads(fields, sizes["num_attention_heads"])
         layers = sizes["num_hidden_layers"]
+        if layers > MAX_LAYERS:
+            raise ConfigError(
+                f"num_hidden_layers {layers} is not a plausible depth; at most {MAX_LAYERS} are allowed"
+            )
+        dtype = fields.text("dtype", fields.text("torch_dtype", "bfloat16"))
+        one_of("config.json's dtype", dtype, FLOAT_DTYPES)
         full, sparse = full_layers(fields, layers), sparse_layers(fields, layers)
         made = ModelConfig(
             **sizes,
@@ -109,7 +118,7 @@ class ModelConfig:
             max_position_embeddings=fields.integer("max_position_embeddings", 1048576),
             num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", 0, least=0),
             tie_word_embeddings=fields.switch("tie_word_embeddings", False),
-            dtype=fields.text("dtype", fields.text("torch_dtype", "bfloat16")),
+            dtype=dtype,
             eos_token_ids=fields.integers("eos_token_id"),
             full=full,
             sparse=sparse,
@@ -129,24 +138,12 @@ class ModelConfig:
         latent_norm_eps: float = LATENT_NORM_EPS,
     ) -> "ModelConfig":
         """Read `directory/config.json` (and generation_config.json's eos ids, which win), with `overrides` on top."""
-        config = dict(_read_json(directory / "config.json"))
+        config = read_json_object(directory / "config.json")
         generation = directory / "generation_config.json"
         if generation.exists():
-            eos = _read_json(generation).get("eos_token_id")
+            eos = read_json_object(generation).get("eos_token_id")
             config["eos_token_id"] = config.get("eos_token_id") if eos is None else eos
         return ModelConfig.from_hf({**config, **(overrides or {})}, latent_norm_eps)
-
-
-def _read_json(path: Path) -> Mapping[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist; a checkpoint directory needs a config.json") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold a JSON object, but holds a {type(content).__name__}")
-    return content
 
 
 def _refuse_unknown(fields: Fields) -> None:

@@ -3,15 +3,30 @@
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from glm_dcp_jax.config import ConfigError
+
+_LONGEST_RANGE = 10_000
+
 
 class ChatTemplateError(ValueError):
     """A template that does not parse, or that could not make a prompt of these messages."""
+
+
+def read_template(file: Path) -> str:
+    """The text of a template's file. Raises ConfigError that names it, when it cannot be read or is not UTF-8."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the chat template {file} is not UTF-8 text: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"the chat template {file} cannot be read: {error.strerror}") from None
 
 
 class ChatTemplate:
@@ -59,12 +74,21 @@ def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
 
 
+def _range(*bounds: int) -> range:
+    """jinja's own allows ten times as many, and loops within loops then take minutes."""
+    numbers = range(*bounds)
+    if len(numbers) > _LONGEST_RANGE:
+        raise OverflowError(f"a range may hold at most {_LONGEST_RANGE} numbers")
+    return numbers
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
+    environment.globals["range"] = _range
     environment.globals["strftime_now"] = _strftime_now
     return environment
 

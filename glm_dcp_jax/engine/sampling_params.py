@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -59,10 +60,22 @@ class SamplingParams:
             _integer("max_tokens", self.max_tokens, 1, _INT32)
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for field in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
+            if not isinstance(getattr(self, field), bool):
+                raise ParameterError(field, f"{field} must be True or False, but is {getattr(self, field)!r}")
+        self._make_plain()
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _stop_tokens(self.stop_token_ids))
         if self.stop and not self.detokenize:
             raise ParameterError("stop", "stop strings need text: leave detokenize on, or use stop_token_ids")
+
+    def _make_plain(self) -> None:
+        """numpy's numbers become python's, which alone can be sent as JSON."""
+        for field in ("n", "top_k", "seed", "max_tokens", "logprobs"):
+            if getattr(self, field) is not None:
+                object.__setattr__(self, field, int(getattr(self, field)))
+        for field in ("temperature", "top_p", "min_p"):
+            object.__setattr__(self, field, float(getattr(self, field)))
 
     @property
     def greedy(self) -> bool:
@@ -76,17 +89,19 @@ class SamplingParams:
 
 
 def _integer(field: str, value: object, least: int, most: int, note: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+    integer = None if isinstance(value, bool) or not isinstance(value, Integral) else int(value)
+    if integer is None or not least <= integer <= most:
         raise ParameterError(
             field, f"{field} must be an integer from {least} to {most}{note}, but is {value!r}"
         )
 
 
 def _number(field: str, value: object, allowed: str, in_range: Callable[[float], bool]) -> None:
-    number = math.nan
-    if isinstance(value, (int, float)) and abs(value) < _LARGEST and not isinstance(value, bool):
-        number = float(value)
-    if math.isnan(number) or not in_range(number):
+    try:
+        number = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+    except OverflowError:  # an integer beyond any float
+        number = math.inf
+    if not abs(number) < _LARGEST or not in_range(number):
         raise ParameterError(field, f"{field} must be {allowed}, but is {value!r}")
 
 
@@ -105,4 +120,4 @@ def _stop_tokens(ids: object) -> tuple[int, ...]:
         raise ParameterError("stop_token_ids", f"stop_token_ids must be a list of token ids, but is {ids!r}")
     for token in ids or ():
         _integer("stop_token_ids", token, 0, _INT32)
-    return tuple(ids or ())
+    return tuple(int(token) for token in ids or ())

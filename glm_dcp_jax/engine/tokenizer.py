@@ -9,7 +9,7 @@ from typing import Any
 import tokenizers
 
 from glm_dcp_jax.config import ConfigError
-from glm_dcp_jax.engine.chat_template import ChatTemplate, ChatTemplateError
+from glm_dcp_jax.engine.chat_template import ChatTemplate, ChatTemplateError, read_template
 
 _TEMPLATE_TOKENS = (
     "bos_token",
@@ -74,13 +74,21 @@ class Tokenizer:
         """Ids that skip_special_tokens leaves out of texts."""
         return frozenset(id for id, token in self._added.items() if token.special)
 
+    @cached_property
+    def longest_token_bytes(self) -> int:
+        """Size in bytes of the longest token: no text is longer than its tokens times this."""
+        ids = self._backend.get_vocab(with_added_tokens=True).values()
+        return max((len(self._look_up(id)) for id in ids), default=0)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Raises ValueError for text that UTF-8 cannot hold (a lone surrogate)."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"the text holds a lone surrogate at character {error.start}") from None
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # The library's encode keeps the interpreter's lock, so a long text would stop every other thread.
+        [encoding] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
 
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of tokens; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
@@ -169,8 +177,10 @@ def _read_settings(file: Path) -> dict[str, Any]:
         return {}
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is not valid JSON: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
     if not isinstance(settings, dict):
         raise ConfigError(f"{file} must hold a JSON object, but holds {type(settings).__name__}")
     return settings
@@ -189,9 +199,14 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 def _chat_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
     """chat_template.jinja, else tokenizer_config.json's: one string, or several by name."""
     file = directory / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
+    if file.exists():
+        return read_template(file)
     template = settings.get("chat_template")
     if isinstance(template, list):
+        if not all(isinstance(entry, dict) for entry in template):
+            raise ConfigError(
+                f"{directory / 'tokenizer_config.json'}: chat_template must be a string, or a list of objects "
+                "with name and template"
+            )
         template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
     return template if isinstance(template, str) else None

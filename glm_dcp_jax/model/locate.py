@@ -33,6 +33,10 @@ def locate_model(name_or_path: str) -> Path:
 def _require_config(directory: Path) -> Path:
     if (directory / "config.json").is_file():
         return directory
+    if (directory / "config.json").is_dir():
+        raise ModelNotFound(
+            f"{directory / 'config.json'} is a directory, but must be the model's config.json file"
+        )
     entries = sorted(entry.name for entry in directory.iterdir())
     listed = ", ".join(entries[:8]) + (f" and {len(entries) - 8} more" if len(entries) > 8 else "")
     raise ModelNotFound(

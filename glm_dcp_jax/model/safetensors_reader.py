@@ -5,7 +5,6 @@ A safetensors file is an 8-byte little-endian header length, a JSON header
 header is parsed here because the safetensors package's numpy side knows neither float8 nor float4.
 """
 
-import json
 import mmap
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -17,6 +16,8 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+from glm_dcp_jax.config.json_file import parse_json
 
 INDEX_NAME = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format's reference implementation
@@ -95,7 +96,7 @@ class Checkpoint:
             raise CheckpointError(
                 f"{directory} is not a directory; give the one that holds the *.safetensors"
             )
-        if (directory / INDEX_NAME).is_file():
+        if (directory / INDEX_NAME).exists():
             return cls(directory, _tensors_by_index(directory))
         return cls(directory, _tensors_of_all_files(directory))
 
@@ -232,15 +233,25 @@ def _tensors_by_index(directory: Path) -> dict[str, TensorInfo]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    content = index.read_bytes()
+    try:
+        content = index.read_bytes()
+    except OSError as error:
+        raise CheckpointError(
+            f"{index}: expected a file with weight_map, but it cannot be read ({error.strerror})"
+        ) from error
     _refuse_lfs_pointer(index, content)
     try:
-        weight_map: dict[str, str] = json.loads(content)["weight_map"]
+        weight_map: dict[str, str] = parse_json(content)["weight_map"]
         well_formed = all(isinstance(shard, str) for shard in weight_map.values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f'{index}: expected JSON with {{"weight_map": {{tensor: file}}}}') from error
     if not weight_map or not well_formed:
         raise CheckpointError(f"{index}: expected weight_map to name a file for each of at least one tensor")
+    outside = [s for s in set(weight_map.values()) if Path(s).is_absolute() or ".." in Path(s).parts]
+    if outside:
+        raise CheckpointError(
+            f"{index}: expected weight_map to name files of its own directory, but it names {_first(outside)}"
+        )
     return weight_map
 
 
@@ -339,7 +350,7 @@ def _read_header(file: Path) -> tuple[dict[str, Any], int, int]:
         stream.seek(8)
         text = stream.read(length)
     try:
-        header = json.loads(text)
+        header = parse_json(text)
     except ValueError as error:
         raise CheckpointError(f"{file}: the header of {length} bytes is not JSON ({error})") from error
     if not isinstance(header, dict):

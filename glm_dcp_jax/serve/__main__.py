@@ -2,13 +2,15 @@
 
 import dataclasses
 import logging
+import os
 import sys
+import threading
 from collections.abc import Sequence
 
 from glm_dcp_jax import environment
 from glm_dcp_jax.config import ConfigError
 from glm_dcp_jax.serve import flags, logs, run
-from glm_dcp_jax.serve.interface import Engine
+from glm_dcp_jax.serve.interface import COMPILE_THREAD, Engine
 
 _LOG = logging.getLogger(__name__)
 _INTERRUPTED = 130
@@ -56,5 +58,15 @@ def _fail(error: Exception, code: int) -> int:
     return code
 
 
+def _exit(code: int) -> None:
+    """Leave at once: steps that are still being compiled would be waited for, or torn down half-way, otherwise."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if any(thread.name == COMPILE_THREAD and thread.is_alive() for thread in threading.enumerate()):
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _exit(main())

@@ -8,6 +8,7 @@ from fastapi import FastAPI
 from glm_dcp_jax._version import __version__
 from glm_dcp_jax.serve import chat, completions, errors, status, tokens
 from glm_dcp_jax.serve.auth import RequireKey
+from glm_dcp_jax.serve.body_limit import LimitBody, most_bytes
 from glm_dcp_jax.serve.context import Context
 from glm_dcp_jax.serve.interface import Engine
 from glm_dcp_jax.serve.metrics import Metrics
@@ -27,6 +28,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     errors.install(app)
     for part in (completions, chat, tokens, status):
         app.include_router(part.router)
+    app.add_middleware(LimitBody, limit=most_bytes(engine.max_model_len))
     if settings.api_keys:
         app.add_middleware(RequireKey, keys=settings.api_keys)
     return app

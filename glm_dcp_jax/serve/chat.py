@@ -1,6 +1,5 @@
 """POST /v1/chat/completions."""
 
-import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -82,15 +81,17 @@ class Chat:
 
     async def _work(self) -> Work:
         body, engine = self._body, self._context.engine
-        prompt = await asyncio.to_thread(
-            chat_token_ids,
+        prompt = await chat_token_ids(
             self._tokenizer,
             body,
             self._context.settings.chat_template,
             body.add_special_tokens,
+            engine.max_model_len,
         )
-        requested = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-        max_tokens = output_budget(len(prompt), requested, engine.max_model_len, "messages")
+        named = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        max_tokens = output_budget(
+            len(prompt), getattr(body, named), engine.max_model_len, "messages", output_param=named
+        )
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         params = body.sampling_params(engine.sampling_defaults, max_tokens, logprobs, detokenize=True)
         return Work(self._id, prompt, params, blame="messages")

@@ -13,10 +13,10 @@ from fastapi import Request as HttpRequest
 from glm_dcp_jax.serve.context import Context, context_of
 from glm_dcp_jax.serve.deltas import Delta, Usage, deltas, token_ids_body
 from glm_dcp_jax.serve.disconnect import while_connected
-from glm_dcp_jax.serve.errors import ApiError, json_response
+from glm_dcp_jax.serve.errors import json_response
 from glm_dcp_jax.serve.event_stream import EventStream
 from glm_dcp_jax.serve.generation import Work, complete, generate
-from glm_dcp_jax.serve.limits import check_logprobs, output_budget
+from glm_dcp_jax.serve.limits import check_logprobs, encode_within, output_budget
 from glm_dcp_jax.serve.logprobs import completion_logprobs
 from glm_dcp_jax.serve.protocol import CompletionRequest, Prompt
 
@@ -83,12 +83,9 @@ class Completion:
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, list):
             return prompt
-        try:
-            return self._context.tokenizer("a text prompt", "prompt").encode(
-                prompt, self._body.add_special_tokens
-            )
-        except ValueError as error:
-            raise ApiError(str(error), param="prompt") from error
+        tokenizer = self._context.tokenizer("a text prompt", "prompt")
+        longest = self._context.engine.max_model_len
+        return encode_within(tokenizer, prompt, self._body.add_special_tokens, longest, "prompt")
 
     def _work(self, request_id: str, prompt: list[int]) -> Work:
         body, engine = self._body, self._context.engine

@@ -13,6 +13,7 @@ _TYPES = {
     400: "BadRequestError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
+    413: "RequestTooLargeError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
@@ -25,7 +26,8 @@ class ApiError(Exception):
 
     def __init__(self, message: str, status: int = 400, param: str | None = None) -> None:
         super().__init__(message)
-        self.message, self.status, self.param = message, status, param
+        self.message, self.status = _encodable(message), status
+        self.param = None if param is None else _encodable(param)
 
     @property
     def body(self) -> dict[str, Any]:
@@ -36,6 +38,11 @@ class ApiError(Exception):
 
 class ClientGone(Exception):
     """The client closed the connection; there is nobody to answer."""
+
+
+def _encodable(text: str) -> str:
+    """Without the lone surrogates that a request's JSON may hold, and an answer's cannot."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def json_response(body: Any, status: int = 200) -> Response:

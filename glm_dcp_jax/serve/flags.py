@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from glm_dcp_jax._version import __version__
 from glm_dcp_jax.config import FLAGS, REFUSED, ConfigError, EngineConfig, Flag, engine_config
 from glm_dcp_jax.config.flags import explain_unknown, field_of, value_type
+from glm_dcp_jax.engine.chat_template import read_template
 from glm_dcp_jax.engine.sampling_params import MAX_LOGPROBS
 from glm_dcp_jax.serve.settings import LOG_LEVELS, ServerSettings
 
@@ -53,6 +54,8 @@ def parse(argv: Sequence[str], has_gpu: bool) -> Command:
     _require_known(parser, arguments)
     given = vars(parser.parse_args(arguments))
     model = _model(given.pop("MODEL"), given.pop("model"))
+    if given["tokenizer"] == "":
+        raise ConfigError("--tokenizer is empty; name a directory or a tokenizer.json, or leave it out")
     names = given.pop("served_model_name")
     settings = ServerSettings(
         served_model_names=tuple(names or [model or DEMO_NAME]),
@@ -177,7 +180,12 @@ def _model(positional: str | None, flag: str | None) -> str | None:
         raise ConfigError(
             f"two models are named, {positional} and {flag}; give one, as MODEL or with --model"
         )
-    return positional if positional is not None else flag
+    model = positional if positional is not None else flag
+    if model == "":
+        raise ConfigError(
+            "the model's name is empty; name a checkpoint, or leave MODEL out for the built-in model"
+        )
+    return model
 
 
 def _api_keys(given: list[str] | None) -> tuple[str, ...]:
@@ -190,11 +198,11 @@ def _template(given: str | None) -> str | None:
     if given is None:
         return None
     try:
-        if Path(given).is_file():
-            return Path(given).read_text(encoding="utf-8")
-    except OSError as error:  # a long template is no file name
-        if "{" not in given:
-            raise ConfigError(f"--chat-template {given}: {error.strerror}") from None
+        is_file = Path(given).is_file()
+    except OSError:  # a long template is no file name
+        is_file = False
+    if is_file:
+        return read_template(Path(given))
     if "{" not in given:
         raise ConfigError(f"--chat-template {given} is neither a file nor a jinja template")
     return given

@@ -8,6 +8,9 @@ from glm_dcp_jax.engine.outputs import RequestOutput
 from glm_dcp_jax.engine.sampling_params import SamplingParams
 from glm_dcp_jax.engine.tokenizer import Tokenizer
 
+COMPILE_THREAD = "compile"
+"""Name of the threads in which an engine compiles its steps."""
+
 
 class EngineStats(Protocol):
     """Counts at one moment."""

@@ -12,6 +12,7 @@ from glm_dcp_jax.serve.unsupported import refuse_unsupported
 
 Prompt = str | list[int]
 """A prompt as text or as token ids."""
+_MOST_STOP_STRINGS = 1000
 
 
 def _prompts(value: Any) -> list[Prompt]:
@@ -36,6 +37,8 @@ def _stop(value: Any) -> list[str]:
     strings = [value] if isinstance(value, str) else value
     if not isinstance(strings, list) or not all(isinstance(string, str) for string in strings):
         raise ValueError("must be a string or a list of strings")
+    if len(strings) > _MOST_STOP_STRINGS:
+        raise ValueError(f"must be at most {_MOST_STOP_STRINGS} strings, but is {len(strings)}")
     return strings
 
 

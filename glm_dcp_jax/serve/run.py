@@ -4,6 +4,7 @@ import asyncio
 import logging
 import signal
 import socket
+from types import FrameType
 
 import uvicorn
 
@@ -73,6 +74,13 @@ class _Server(uvicorn.Server):
         self._context = context
         self._greeting = greeting
         self.died_early = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal stops the server; a second one ends running requests at once, and in order."""
+        if self.should_exit:
+            self._context.stopping.set()
+        else:
+            super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen."""

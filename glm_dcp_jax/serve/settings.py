@@ -34,6 +34,8 @@ class ServerSettings:
             raise ConfigError(f"max_logprobs must be from 0 to {MAX_LOGPROBS}, but is {self.max_logprobs}")
         if not all(self.api_keys):
             raise ConfigError("api_key must not be empty")
+        if not all(key.isascii() for key in self.api_keys):
+            raise ConfigError("api_key must be ASCII text, as that is all HTTP headers can hold")
         if self.chat_template is not None:
             try:
                 ChatTemplate(self.chat_template)  # better now than at the first request

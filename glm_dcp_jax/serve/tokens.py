@@ -6,8 +6,9 @@ from fastapi import APIRouter, Request, Response
 
 from glm_dcp_jax.engine.tokenizer import Tokenizer
 from glm_dcp_jax.serve.chat_prompt import chat_token_ids
-from glm_dcp_jax.serve.context import context_of
+from glm_dcp_jax.serve.context import Context, context_of
 from glm_dcp_jax.serve.errors import ApiError, json_response
+from glm_dcp_jax.serve.limits import encode_within
 from glm_dcp_jax.serve.protocol import DetokenizeRequest, TokenizeRequest
 
 router = APIRouter()
@@ -19,7 +20,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     context = context_of(request)
     context.model(body.model)
     tokenizer = context.tokenizer("/tokenize")
-    ids = await asyncio.to_thread(_token_ids, tokenizer, body, context.settings.chat_template)
+    ids = await _token_ids(context, tokenizer, body)
     strings = [tokenizer.token_to_str(id) for id in ids] if body.return_token_strs else None
     answer = {
         "count": len(ids),
@@ -46,11 +47,12 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     return json_response({"prompt": text})
 
 
-def _token_ids(tokenizer: Tokenizer, body: TokenizeRequest, template: str | None) -> list[int]:
+async def _token_ids(context: Context, tokenizer: Tokenizer, body: TokenizeRequest) -> list[int]:
+    longest = context.engine.max_model_len
     if body.prompt is None:
-        return chat_token_ids(tokenizer, body, template, bool(body.add_special_tokens))
+        template = context.settings.chat_template
+        return await chat_token_ids(tokenizer, body, template, bool(body.add_special_tokens), longest)
     add_special_tokens = True if body.add_special_tokens is None else body.add_special_tokens
-    try:
-        return tokenizer.encode(body.prompt, add_special_tokens)
-    except ValueError as error:
-        raise ApiError(str(error), param="prompt") from error
+    return await asyncio.to_thread(
+        encode_within, tokenizer, body.prompt, add_special_tokens, longest, "prompt"
+    )

@@ -15,7 +15,7 @@ from glm_dcp_jax.cache.capacity import (
 )
 from glm_dcp_jax.cache.placement import Layout
 from glm_dcp_jax.cache.records import RecordFormat
-from glm_dcp_jax.config import ConfigError, ModelConfig, engine_config
+from glm_dcp_jax.config import CacheConfig, ConfigError, ModelConfig, engine_config
 from glm_dcp_jax.engine.memory import CPU_DEFAULT_BYTES, number_of_pages
 
 sys.path.append(str(Path(__file__).parents[1] / "config"))
@@ -120,7 +120,8 @@ class TestMemory:
 
     def pages(self, devices: list, **flags) -> int:
         mesh = SimpleNamespace(devices=SimpleNamespace(flat=devices), local_devices=devices)
-        return number_of_pages(engine_config("m", **flags), GLM, self.LAYOUT, BFLOAT16, mesh)
+        cache = engine_config("m", **flags).cache
+        return number_of_pages(cache, GLM, self.LAYOUT, BFLOAT16, mesh, lambda pages: 0)
 
     @staticmethod
     def gpu(total: float, used: float) -> SimpleNamespace:
@@ -144,7 +145,7 @@ class TestMemory:
         mesh = SimpleNamespace(devices=SimpleNamespace(flat=[cpu]), local_devices=[cpu])
         huge = Layout(65536)
         assert page_bytes(GLM, huge, BFLOAT16) > CPU_DEFAULT_BYTES
-        assert number_of_pages(engine_config("m"), GLM, huge, BFLOAT16, mesh) == 2
+        assert number_of_pages(CacheConfig(), GLM, huge, BFLOAT16, mesh, lambda pages: 0) == 2
 
     def test_on_gpus_the_fullest_one_decides(self):
         one, both = self.pages([self.gpu(80, 20)]), self.pages([self.gpu(80, 20), self.gpu(80, 60)])
@@ -156,5 +157,5 @@ class TestMemory:
         assert (more - less) * self.EACH == pytest.approx(20 * 2**30, rel=1e-2)
 
     def test_weights_that_leave_nothing_are_an_error_with_a_cure(self):
-        with pytest.raises(ConfigError, match=r"weights take 76.00 GiB .* raise --tensor-parallel-size"):
+        with pytest.raises(ConfigError, match=r"weights take 76.00 GiB.* raise --tensor-parallel-size"):
             self.pages([self.gpu(80, 76)])

@@ -47,7 +47,6 @@ def test_interleave_divides_the_block_or_the_error_lists_what_does(block):
         (CacheConfig, "cp_kv_cache_interleave_size"),
         (CacheConfig, "num_gpu_blocks_override"),
         (CacheConfig, "kv_cache_memory_bytes"),
-        (SchedulerConfig, "max_model_len"),
         (SchedulerConfig, "max_num_seqs"),
         (SchedulerConfig, "max_num_batched_tokens"),
     ],
@@ -56,6 +55,22 @@ def test_interleave_divides_the_block_or_the_error_lists_what_does(block):
 def test_counts_are_integers_of_at_least_one(kind, name, value):
     with pytest.raises(ConfigError, match=f"{name} must be an integer of at least 1, but is {value!r}"):
         kind(**{name: value})
+
+
+@pytest.mark.parametrize("value", [0, 1, 2.0, True])
+def test_the_shortest_model_has_room_for_a_prompt_and_an_output(value):
+    with pytest.raises(
+        ConfigError, match=f"max_model_len must be an integer of at least 2, but is {value!r}"
+    ):
+        SchedulerConfig(max_model_len=value)
+    assert SchedulerConfig(max_model_len=2).max_model_len == 2
+
+
+@pytest.mark.parametrize(("name", "most"), [("max_num_seqs", 65_536), ("max_num_batched_tokens", 1_048_576)])
+def test_absurd_step_sizes_are_refused(name, most):
+    assert getattr(SchedulerConfig(**{name: most}), name) == most
+    with pytest.raises(ConfigError, match=f"{name} must be at most {most}, but is {most + 1}"):
+        SchedulerConfig(**{name: most + 1})
 
 
 @pytest.mark.parametrize("value", [0.0, -0.1, 1.01, math.nan, math.inf])

@@ -125,7 +125,7 @@ def test_lists_of_sizes(sizes):
     assert config.precompile_bs_paddings == config.precompile_token_paddings == (1, 4, 16)
 
 
-@pytest.mark.parametrize("sizes", ["1,x", 5, [None], "1.5", {"a": 1}])
+@pytest.mark.parametrize("sizes", ["1,x", 5, [None], "1.5", {"a": 1}, [1.7, 4.2], [True, 4], ["1", "4"]])
 def test_lists_of_sizes_that_are_none(sizes):
     with pytest.raises(ConfigError, match="precompile_bs_paddings takes sizes such as 1,4,16, but got"):
         engine_config("m", precompile_bs_paddings=sizes)
@@ -138,7 +138,14 @@ def test_overrides_are_json_or_a_dict(value):
 
 @pytest.mark.parametrize(
     ("value", "message"),
-    [("{", "hf_overrides is not valid JSON"), ("[1]", "must be a JSON object"), (5, "must be a JSON object")],
+    [
+        ("{", "hf_overrides is not valid JSON"),
+        pytest.param("[" * 100_000, "hf_overrides is not valid JSON", id="deep"),
+        pytest.param('{"x": ' + "1" * 5000 + "}", "hf_overrides is not valid JSON", id="digits"),
+        ("[1]", "must be a JSON object"),
+        (5, "must be a JSON object"),
+        ({"num_hidden_layers": 2, 1: 2}, "must have field names of config.json as keys, but has 1"),
+    ],
 )
 def test_overrides_that_are_neither(value, message):
     with pytest.raises(ConfigError, match=message):

@@ -234,6 +234,23 @@ class TestRope:
         refused("qk_rope_head_dim 63 must be even", qk_rope_head_dim=63)
 
 
+class TestAbsurdValues:
+    @pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
+    def test_an_unknown_dtype(self, field):
+        refused(
+            "dtype 'garbage' is unknown; use one of bfloat16, float16, float32",
+            without("dtype"),
+            **{field: "garbage"},
+        )
+
+    @pytest.mark.parametrize("layers", [10_001, 10**12])
+    def test_a_model_without_end(self, layers):
+        refused(f"num_hidden_layers {layers} .* at most 10000", num_hidden_layers=layers)
+
+    def test_a_number_that_is_no_float(self):
+        refused("rms_norm_eps must be a number above 0", rms_norm_eps=10**400)
+
+
 class TestLoad:
     @staticmethod
     def write(directory, name: str, content: object) -> None:
@@ -263,12 +280,26 @@ class TestLoad:
             (None, "config.json does not exist; a checkpoint directory needs a config.json"),
             ("{", "config.json cannot be read as JSON"),
             ("[1]", "config.json must hold a JSON object, but holds a list"),
+            pytest.param(
+                "[" * 100_000, "config.json cannot be read as JSON: .* nested too deeply", id="deep"
+            ),
+            pytest.param(
+                '{"x": ' + "1" * 5000 + "}", "config.json cannot be read as JSON: .*digits", id="digits"
+            ),
         ],
     )
     def test_broken_files_are_named(self, tmp_path, content, message):
         if content is not None:
             self.write(tmp_path, "config.json", content)
         with pytest.raises(ConfigError, match=message):
+            ModelConfig.load(tmp_path)
+
+    @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+    def test_a_directory_in_the_place_of_a_file(self, tmp_path, name):
+        if name != "config.json":
+            self.write(tmp_path, "config.json", GLM_5_2)
+        (tmp_path / name).mkdir()
+        with pytest.raises(ConfigError, match=f"/{name} is a directory, but must be a file"):
             ModelConfig.load(tmp_path)
 
     def test_a_file_that_is_not_text(self, tmp_path):

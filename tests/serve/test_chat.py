@@ -1,8 +1,15 @@
 """/v1/chat/completions: the template makes the prompt, which the fake engine echoes."""
 
+import asyncio
+import subprocess
+import sys
+import threading
+
 import pytest
 from answers import events
 from fake_engine import tokenizer
+
+from glm_dcp_jax.serve import chat_prompt
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/chat/completions"
@@ -123,3 +130,31 @@ async def test_a_template_that_refuses_is_the_clients_error(engine, client_of):
 async def test_template_variables_must_not_replace_the_messages(post):
     answer = await post(PATH, messages=MESSAGES, chat_template_kwargs={"messages": []})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "chat_template_kwargs"
+
+
+async def test_templates_that_loop_for_long_time_out_and_hold_up_nothing_but_templates(
+    engine, client_of, monkeypatch
+):
+    released = threading.Event()
+    monkeypatch.setattr(engine.tokenizer, "apply_chat_template", lambda *_, **__: released.wait(20))
+    monkeypatch.setattr(chat_prompt, "RENDER_SECONDS", 0.3)
+    client = client_of(engine)
+    try:
+        chats = [asyncio.create_task(client.post(PATH, json={"messages": MESSAGES})) for _ in range(40)]
+        await asyncio.sleep(0.05)
+        completion = await client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 1})
+        assert completion.status_code == 200
+        assert not any(chat.done() for chat in chats)
+        for answer in await asyncio.gather(*chats):
+            assert answer.status_code == 400
+            assert "the chat template took too long" in answer.json()["error"]["message"]
+    finally:
+        released.set()
+
+
+def test_a_template_that_never_ends_does_not_keep_the_process_alive():
+    script = (
+        "import threading; from glm_dcp_jax.serve.daemon_pool import DaemonPool; "
+        "DaemonPool(1, 'x').submit(threading.Event().wait)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=20)

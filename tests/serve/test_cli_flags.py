@@ -199,3 +199,24 @@ def test_the_demo_compiles_few_steps_unless_told_otherwise():
         ["--max-num-batched-tokens", "64", "--max-num-seqs", "2"], has_gpu=False
     ).config.scheduler
     assert (told.max_num_batched_tokens, told.max_num_seqs) == (64, 2)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ([""], "model's name is empty"),
+        (["--model", ""], "model's name is empty"),
+        (["m", "--tokenizer", ""], "--tokenizer is empty"),
+        (["m", "--api-key", "schlüssel"], "api_key must be ASCII"),
+    ],
+)
+def test_empty_names_and_keys_no_header_can_hold_are_wrong_command_lines(argv, says, capsys):
+    assert entry.main(argv) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_chat_template_file_that_is_not_utf_8_is_named(tmp_path, capsys):
+    file = tmp_path / "chat.jinja"
+    file.write_bytes(b"\xff\xfe{{ messages }}")
+    assert entry.main(["m", "--chat-template", str(file)]) == 2
+    assert f"{file} is not UTF-8" in capsys.readouterr().err

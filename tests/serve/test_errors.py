@@ -6,6 +6,8 @@ import pytest
 from answers import events
 from fake_engine import FakeEngine
 
+from glm_dcp_jax.serve.body_limit import most_bytes
+
 pytestmark = pytest.mark.anyio
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -252,3 +254,67 @@ async def test_one_failing_prompt_of_many_aborts_the_others(client_of):
     )
     assert answer.status_code == 400
     assert engine.running == set() and len(engine.aborted) == 2
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize"])
+async def test_a_lone_surrogate_in_an_echoed_field_is_answered_with_a_replacement(client, path):
+    content = b'{"model": "a\\ud800", "prompt": "a", "messages": [{"role": "user", "content": "a"}]}'
+    if path == "/tokenize":
+        content = b'{"model": "a\\ud800", "prompt": "a"}'
+    answer = await client.post(path, content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 404
+    assert "The model `a?` does not exist" in answer.json()["error"]["message"]
+    await assert_still_serving(client)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize"])
+async def test_a_text_surely_too_long_is_refused_before_it_is_tokenized(client, engine, monkeypatch, path):
+    def tokenized(*arguments, **named):
+        raise AssertionError("tokenized")
+
+    text = " " * (engine.max_model_len * engine.tokenizer.longest_token_bytes + 1)
+    body = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.tokenizer, "encode", tokenized)
+        answer = await client.post(path, json=body)
+    assert answer.status_code == 400
+    assert "maximum context length is 64 tokens" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == ("messages" if path == CHAT else "prompt")
+    await assert_still_serving(client)
+
+
+@pytest.mark.parametrize("announced", [True, False])
+async def test_a_body_beyond_the_limit_is_413(client, announced):
+    async def chunks():
+        for _ in range(17):
+            yield b" " * 2**16
+
+    content = b" " * (2**20 + 1) if announced else chunks()
+    answer = await client.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 413
+    assert answer.json()["error"] == {
+        "message": "the body is too large; this server takes at most 1048576 bytes",
+        "type": "RequestTooLargeError",
+        "param": None,
+        "code": 413,
+    }
+    await assert_still_serving(client)
+
+
+def test_the_body_limit_grows_with_the_models_length_within_bounds():
+    assert [most_bytes(length) for length in (64, 2**17, 2**30)] == [2**20, 2**23, 2**26]
+
+
+async def test_more_stop_strings_than_anyone_needs_are_refused(post):
+    assert (await post(COMPLETIONS, prompt="a", max_tokens=1, stop=["x"] * 1000)).status_code == 200
+    answer = await post(COMPLETIONS, prompt="a", max_tokens=1, stop=["x"] * 1001)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "stop"
+
+
+@pytest.mark.parametrize(("value", "status"), [(0, 400), (1000, 400), (1, 200)])
+async def test_the_output_field_that_was_sent_is_the_one_to_blame(post, value, status):
+    answer = await post(CHAT, messages=[{"role": "user", "content": "a"}], max_completion_tokens=value)
+    assert answer.status_code == status
+    if status == 400:
+        assert answer.json()["error"]["param"] == "max_completion_tokens"
+        assert "max_completion_tokens" in answer.json()["error"]["message"]

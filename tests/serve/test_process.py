@@ -1,5 +1,6 @@
 """The server as a process: its log, and how it stops."""
 
+import os
 import re
 import signal
 import subprocess
@@ -76,3 +77,34 @@ def test_an_engine_that_dies_while_warming_up_ends_the_server_with_1():
     _, log = process.communicate(timeout=20)
     assert process.returncode == 1
     assert log.splitlines()[-1] == "error: the engine failed before it was ready; the log above says why"
+
+
+def test_a_second_sigint_ends_running_requests_without_a_traceback(server):
+    url = url_in_log(server)
+    body = {"prompt": [5], "max_tokens": 60, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: ")
+        server.send_signal(signal.SIGINT)
+        time.sleep(0.3)  # two of the same signal at once are delivered as one
+        server.send_signal(signal.SIGINT)
+        *_, last, done = [line for line in lines if line]
+        assert "the server is shutting down" in last and done == "data: [DONE]"
+    assert server.wait(timeout=10) == 0
+    assert "Traceback" not in server.stderr.read()
+
+
+def test_a_signal_while_steps_are_compiled_ends_it_within_seconds(tmp_path):
+    environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "glm_dcp_jax.serve", "--port", "0", "-tp", "1"]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    seen = ""
+    while "Compiling steps" not in seen:
+        seen += process.stderr.read(1)
+    time.sleep(0.5)
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    _, rest = process.communicate(timeout=60)
+    assert time.monotonic() - began < 10
+    assert process.returncode == 0, rest
+    assert "Traceback" not in seen + rest
