@@ -1,11 +1,14 @@
 """Checkpoint -> parameters, straight into shards.
 
-Each parameter says which tensors it is made of (parameters.Source). A device's shard is cut out of memory-mapped
-tensors, zero-padded, moved, and forgotten, so host memory stays near one shard of one layer's parameter.
+Each parameter says which tensors it is made of (parameters.Source). They are taken a piece at a time, a piece being one
+tensor, or of stacked ones as many as fit into PIECE_BYTES: each device's part of it is cut out of the mapped file,
+zero-padded, moved, written into the parameter in place, and forgotten. Host memory stays near one piece.
 """
 
+import dataclasses
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -23,6 +26,8 @@ from glm_dcp_jax.model.safetensors_reader import Checkpoint, CheckpointError, ve
 _log = logging.getLogger(__name__)
 
 _DTYPES = ("BF16", "F16", "F32")
+# Stacked tensors that together stay below this are moved as one; a larger tensor is moved alone.
+PIECE_BYTES = 32 << 20
 Index = tuple[slice, ...]
 
 
@@ -46,8 +51,8 @@ def load_parameters(checkpoint: Checkpoint, config: ModelConfig, shape: NetworkS
     parts = list(zip(leaves, specs, runs, members, strict=True))
     for leaf, spec, run, member in tqdm(parts, desc="Loading weights", unit="param", mininterval=1.0):
         sharding = NamedSharding(mesh, spec)
-        names = [_names(leaf.get_metadata("source"), run, group, member) for group in _groups(run)]
-        loaded.append(leaf.replace(_load_parameter(checkpoint, leaf, names, sharding)))
+        sources = [_of_layer(leaf.get_metadata("source"), run, group, member) for group in _groups(run)]
+        loaded.append(leaf.replace(_load_parameter(checkpoint, leaf, sources, sharding)))
     return jax.tree.unflatten(tree, loaded)
 
 
@@ -69,11 +74,12 @@ def _groups(run: Run | None) -> range:
     return range(1 if run is None else run.num_groups)
 
 
-def _names(source: Source, run: Run | None, group: int, member: int) -> tuple[str, ...]:
+def _of_layer(source: Source, run: Run | None, group: int, member: int) -> Source:
+    """The source with its layer's number in the names."""
     if run is None:
-        return source.names
+        return source
     layer = run.layer(group, member)
-    return tuple(name.format(layer=layer) for name in source.names)
+    return dataclasses.replace(source, names=tuple(name.format(layer=layer) for name in source.names))
 
 
 def _expected(leaves: list, runs: list, members: list[int]) -> dict[str, tuple[int, ...]]:
@@ -81,7 +87,7 @@ def _expected(leaves: list, runs: list, members: list[int]) -> dict[str, tuple[i
     for leaf, run, member in zip(leaves, runs, members, strict=True):
         source = leaf.get_metadata("source")
         for group in _groups(run):
-            expected.update(dict.fromkeys(_names(source, run, group, member), source.shape))
+            expected.update(dict.fromkeys(_of_layer(source, run, group, member).names, source.shape))
     return expected
 
 
@@ -124,18 +130,42 @@ def _say_what_is_left_out(checkpoint: Checkpoint, config: ModelConfig) -> None:
 
 
 def _load_parameter(
-    checkpoint: Checkpoint, leaf: Any, names: list[tuple[str, ...]], sharding: NamedSharding
+    checkpoint: Checkpoint, leaf: Any, sources: list[Source], sharding: NamedSharding
 ) -> jax.Array:
-    """One parameter; stacked groups are written one by one into a sharded array that is updated in place."""
-    source, dtype = leaf.get_metadata("source"), leaf.dtype
-    if len(names) == 1:
-        return _load_group(checkpoint, source, names[0], leaf.shape, dtype, sharding)
-    inner = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
-    whole = _zeros(leaf.shape, dtype, sharding)
-    for group, group_names in enumerate(names):
-        part = _load_group(checkpoint, source, group_names, leaf.shape[1:], dtype, inner)
-        whole = _set_group(whole, part, group)
+    """One parameter, sources[g] being its group g's; it is written piece by piece into an array updated in place."""
+    grouped = leaf.ndim > len(sources[0].stack) + len(sources[0].part_shape)
+    inner_shape = leaf.shape[1:] if grouped else leaf.shape
+    inner = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:])) if grouped else sharding
+    pieces = [
+        ((group, start) if grouped else (start,), piece)
+        for group, source in enumerate(sources)
+        for start, piece in _pieces(source, np.dtype(leaf.dtype).itemsize)
+    ]
+    if len(pieces) == 1 and not grouped:
+        return _load_piece(checkpoint, sources[0], inner_shape, leaf.dtype, inner)
+    whole = _zeros(leaf.shape, leaf.dtype, sharding)
+    for place, piece in pieces:
+        shape = piece.stack[:1] + inner_shape[1:] if piece.stack else inner_shape
+        part = _load_piece(checkpoint, piece, shape, leaf.dtype, inner)
+        whole = _write(whole, part, place, sharding)
+        del part
+        # Writes that wait would each keep their piece.
+        jax.block_until_ready(whole)
     return whole
+
+
+def _pieces(source: Source, itemsize: int) -> Iterator[tuple[int, Source]]:
+    """(where it begins along the first stacked axis, piece); pieces of one source are of one size."""
+    if not source.stack:
+        yield 0, source
+        return
+    count, *rest = source.stack
+    names = math.prod(rest)
+    fitting = max(1, PIECE_BYTES // (names * math.prod(source.shape) * itemsize))
+    size = next(size for size in range(min(count, fitting), 0, -1) if count % size == 0)
+    for start in range(0, count, size):
+        own = source.names[start * names : (start + size) * names]
+        yield start, dataclasses.replace(source, names=own, stack=(size, *rest))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -143,49 +173,42 @@ def _zeros(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> jax.A
     return jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), sharding)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _set_group(whole: jax.Array, part: jax.Array, group: int) -> jax.Array:
-    return whole.at[group].set(part)
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=3)
+def _write(whole: jax.Array, part: jax.Array, place: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
+    """whole with part at `place`, which counts along the first axes; the others begin at 0."""
+    starts = (*place, *(0,) * (whole.ndim - len(place)))
+    part = jax.lax.expand_dims(part, range(whole.ndim - part.ndim))
+    return jax.lax.with_sharding_constraint(jax.lax.dynamic_update_slice(whole, part, starts), sharding)
 
 
-def _load_group(
-    checkpoint: Checkpoint,
-    source: Source,
-    names: tuple[str, ...],
-    shape: tuple[int, ...],
-    dtype: Any,
-    sharding: NamedSharding,
+def _load_piece(
+    checkpoint: Checkpoint, source: Source, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding
 ) -> jax.Array:
-    """One group's parameter: each distinct shard is cut out once, then placed on every device that holds it."""
+    """One piece on the mesh: each distinct shard is cut out once, then placed on every device that holds it."""
     by_index: dict[str, tuple[Index, list[jax.Device]]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         assert index is not None  # only devices of the mesh are asked for
         by_index.setdefault(str(index), (index, []))[1].append(device)
     arrays = []
     for index, devices in by_index.values():
-        shard = _cut(checkpoint, source, names, shape, index, np.dtype(dtype))
+        shard = _cut(checkpoint, source, shape, index, np.dtype(dtype))
         arrays += [jax.device_put(shard, device) for device in devices]
         jax.block_until_ready(arrays[-len(devices) :])
-    for name in names:
+    for name in source.names:
         checkpoint.release(name)
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
 def _cut(
-    checkpoint: Checkpoint,
-    source: Source,
-    names: tuple[str, ...],
-    shape: tuple[int, ...],
-    index: Index,
-    dtype: np.dtype,
+    checkpoint: Checkpoint, source: Source, shape: tuple[int, ...], index: Index, dtype: np.dtype
 ) -> np.ndarray:
-    """The part `index` of a parameter as a host array: tensors viewed, windowed, sliced, cast, and zero-padded."""
+    """The part `index` of a piece as a host array: tensors viewed, windowed, sliced, cast, and zero-padded."""
     bounds = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
     outer = len(source.stack)
     inner = tuple(slice(*bound) for bound in bounds[outer:])
     shard = np.zeros([stop - start for start, stop in bounds], dtype)
     for place, position in _stacked(bounds[:outer]):
-        name = names[np.ravel_multi_index(position, source.stack) if outer else 0]
+        name = source.names[np.ravel_multi_index(position, source.stack) if outer else 0]
         tensor = checkpoint.read(name)
         tensor = tensor if source.view is None else tensor.reshape(source.view)
         if source.window is not None:

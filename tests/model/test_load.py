@@ -291,3 +291,14 @@ class TestShards:
             monkeypatch.setattr(Checkpoint, method, noted)
         load(five_heads)
         assert read == released == set(make_model("five_heads")[1])
+
+
+class TestPieces:
+    @pytest.mark.parametrize(("name", "tp"), [("equal_groups", 1), ("equal_groups", 2), ("five_heads", 3)])
+    def test_the_size_of_a_piece_does_not_show(self, devices, tmp_path, monkeypatch, name, tp):
+        devices(tp)
+        directory = write_checkpoint(tmp_path, *make_model(name))
+        whole = load(directory, tp)
+        for size in (1, 20_000):  # each stacked tensor alone; a few at a time
+            monkeypatch.setattr("glm_dcp_jax.model.load.PIECE_BYTES", size)
+            assert_same(whole, load(directory, tp))
