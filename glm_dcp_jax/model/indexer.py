@@ -10,7 +10,8 @@ from glm_dcp_jax.config import ModelConfig
 from glm_dcp_jax.config.model import INDEX_NORM_EPS
 from glm_dcp_jax.kernels.each_request import each_request
 from glm_dcp_jax.kernels.index_scores import index_scores, row_bytes
-from glm_dcp_jax.kernels.row_blocks import WORKSPACE_BYTES, map_row_blocks
+from glm_dcp_jax.kernels.row_blocks import WORKSPACE_BYTES
+from glm_dcp_jax.kernels.seen_blocks import map_seen_blocks
 from glm_dcp_jax.kernels.topk import select_mask, select_positions
 from glm_dcp_jax.model.elementary import layer_norm, linear, rotate
 from glm_dcp_jax.model.parameters import Maker, Source
@@ -80,10 +81,11 @@ def select(
     def one_request(request_q: Array, request_w: Array, pages: Array, rows_visible: Array) -> Array:
         keys = keys_of(pages).astype(request_q.dtype)
 
-        def some_rows(block_q: Array, block_w: Array, block_visible: Array) -> Array:
-            return choose(index_scores(block_q, block_w, keys), block_visible, k)
+        def some_rows(n: int, block_q: Array, block_w: Array, block_visible: Array) -> Array:
+            chosen = choose(index_scores(block_q, block_w, keys[:n]), block_visible, k)
+            return jnp.pad(chosen, ((0, 0), (0, context - n))) if as_mask else chosen
 
-        return map_row_blocks(some_rows, per_row, request_q, request_w, rows_visible)
+        return map_seen_blocks(some_rows, per_row, context, rows_visible, request_q, request_w, rows_visible)
 
     bytes_each = max(context * width * queries.dtype.itemsize, min(rows * per_row, WORKSPACE_BYTES))
     return each_request(one_request, bytes_each, queries, head_weights, page_table, visible)

@@ -10,12 +10,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import SingleDeviceSharding
 
-from glm_dcp_jax.kernels.experts import routed_experts, tile_plan
+from glm_dcp_jax.kernels.experts import reference, routed_experts, tile_plan
 
 # rows, experts per row, experts, hidden, width; few shapes, because jax compiles each.
 SHAPES = [(1, 1, 1, 3, 2), (1, 4, 8, 8, 4), (6, 2, 4, 8, 6), (40, 3, 5, 4, 7), (70, 1, 2, 6, 3)]
 
 compute = jax.jit(routed_experts)
+
+
+def other_platforms_branch(*arguments, default, **branches):
+    """What jax.lax.platform_dependent does anywhere but where a branch is named."""
+    return default(*arguments)
+
+
+@jax.jit
+def compute_elsewhere(*arguments: jax.Array) -> jax.Array:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.lax, "platform_dependent", other_platforms_branch)
+        return routed_experts(*arguments)
 
 
 def silu(x: np.ndarray) -> np.ndarray:
@@ -60,15 +72,16 @@ def test_any_routing_gives_what_its_experts_give(
 ) -> None:
     shape, expert_ids = routing
     x, weights, gate_up, down = random_weights(shape, seed)
-    out = compute(x, expert_ids, weights, gate_up, down)
-    assert out.dtype == jnp.float32
-    np.testing.assert_allclose(
-        out, expert_by_expert(x, expert_ids, weights, gate_up, down), rtol=1e-4, atol=2e-3
-    )
+    expected = expert_by_expert(x, expert_ids, weights, gate_up, down)
+    for implementation in (compute, compute_elsewhere):
+        out = implementation(x, expert_ids, weights, gate_up, down)
+        assert out.dtype == jnp.float32
+        np.testing.assert_allclose(out, expected, rtol=1e-4, atol=2e-3)
 
 
+@pytest.mark.parametrize("compute", [compute, compute_elsewhere])
 @pytest.mark.parametrize("expert", [0, 2, 4])
-def test_all_rows_to_one_expert(expert: int) -> None:
+def test_all_rows_to_one_expert(compute, expert: int) -> None:
     shape = (40, 3, 5, 4, 7)
     x, weights, gate_up, down = random_weights(shape, 1)
     expert_ids = np.full((40, 3), expert, np.int32)
@@ -81,7 +94,8 @@ def test_all_rows_to_one_expert(expert: int) -> None:
     )
 
 
-def test_a_row_does_not_reach_another_rows_result() -> None:
+@pytest.mark.parametrize("compute", [compute, compute_elsewhere])
+def test_a_row_does_not_reach_another_rows_result(compute) -> None:
     """Rows of one tile are computed together; a row that went non-finite must stay alone with it."""
     shape = (40, 3, 5, 4, 7)
     x, weights, gate_up, down = random_weights(shape, 2)
@@ -188,12 +202,15 @@ def test_multiply_adds_are_counted_through_loops() -> None:
 
 @pytest.mark.parametrize("rows", [1, 8, 64, 512])
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-def test_only_chosen_experts_are_computed(rows: int, dtype: type) -> None:
-    """The executed work is the tiles', and far from every expert for every row."""
+def test_the_known_number_of_tiles_is_far_from_every_expert(
+    rows: int, dtype: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the loop has a known length, its work is the tiles', and far from every expert for every row."""
+    monkeypatch.setattr(jax.lax, "platform_dependent", other_platforms_branch)
     chosen, experts, hidden, width = 4, 64, 48, 20
     plan = tile_plan(rows * chosen, experts)
     work = compiled_work(
-        routed_experts,
+        lambda *arguments: routed_experts(*arguments),
         ((rows, hidden), dtype),
         ((rows, chosen), np.int32),
         ((rows, chosen), np.float32),
@@ -210,6 +227,27 @@ def test_only_chosen_experts_are_computed(rows: int, dtype: type) -> None:
     turned = {(batch, n, m, k) for batch, m, n, k in one_tile}
     assert len(work.products) == 2
     assert set(work.products) <= one_tile | turned
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64, 512])
+def test_only_chosen_experts_are_computed(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What really runs on the CPU: every chosen expert once, on its own rows, rounded up to whole tiles."""
+    runs = []
+    own = reference._expert
+
+    def counted(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+        jax.debug.callback(lambda: runs.append(len(x)))
+        return own(x, gate_up, down)
+
+    monkeypatch.setattr(reference, "_expert", counted)
+    shape = (rows, 4, 64, 12, 5)
+    x, weights, gate_up, down = random_weights(shape, 6)
+    expert_ids = np.random.default_rng(7).integers(0, 64, (rows, 4)).astype(np.int32)
+    jax.block_until_ready(jax.jit(lambda *a: routed_experts(*a))(x, expert_ids, weights, gate_up, down))
+    jax.effects_barrier()
+    tile_rows = tile_plan(rows * 4, 64).tile_rows
+    assert sum(runs) == sum(-(-np.bincount(expert_ids.ravel()) // tile_rows)) * tile_rows
+    assert sum(runs) < rows * 4 + 64 * tile_rows
 
 
 def test_a_dense_mixture_would_be_noticed() -> None:

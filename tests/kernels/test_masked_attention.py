@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from glm_dcp_jax.kernels import seen_blocks
 from glm_dcp_jax.kernels.masked_attention import absorbed_attention, expanded_attention, reference
 from glm_dcp_jax.kernels.row_blocks import map_row_blocks
 
@@ -139,7 +140,8 @@ def test_row_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch, rows_at_once
         taken.append(rows_at_once * bytes_per_row < len(rows[0]) * bytes_per_row)
         return map_row_blocks(compute, bytes_per_row, *rows, workspace=rows_at_once * bytes_per_row)
 
-    monkeypatch.setattr(reference, "map_row_blocks", in_blocks)
+    for module in (reference, seen_blocks):
+        monkeypatch.setattr(module, "map_row_blocks", in_blocks)
     cut = (*problem.absorbed(absorbed_attention), problem.expanded(expanded_attention))
     assert taken and all(taken)
     for found, expected in zip(cut, whole, strict=True):
@@ -168,3 +170,14 @@ def test_blocks_are_the_largest_that_divide_the_rows_and_fit(count: int, fit: in
 def test_a_row_larger_than_the_workspace_still_runs() -> None:
     found = map_row_blocks(partial(jnp.multiply, 2), 10**12, np.arange(3), workspace=1)
     assert found.tolist() == [0, 2, 4]
+
+
+def test_prefixes_of_the_columns_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Problem(SHAPES[2], 9)
+    problem.mask &= np.tril(np.ones_like(problem.mask), 1)
+    expected = problem.expanded(expanded_attention)
+    monkeypatch.setattr(seen_blocks, "_ROWS", 2)
+    monkeypatch.setattr(seen_blocks, "_SHORT", 1)
+    branches = jax.make_jaxpr(lambda: problem.expanded(expanded_attention))()
+    assert "cond" in str(branches)
+    np.testing.assert_allclose(problem.expanded(expanded_attention), expected, rtol=1e-5, atol=1e-5)

@@ -48,29 +48,65 @@ def routed_experts(
     """
     if gate_up.ndim == 4:
         gate_up, down = gate_up[None], down[None]
-    rows, per_row = expert_ids.shape
-    _, experts, _, width, hidden = gate_up.shape
-    tile_rows, num_tiles = tile_plan(rows * per_row, experts)
-    flat_ids, flat_weights = expert_ids.reshape(-1), weights.reshape(-1)
-    order = jnp.argsort(flat_ids, stable=True)
-    counts = jnp.bincount(flat_ids, length=experts)
-    stops = jnp.cumsum(counts)
-    tile_stops = jnp.cumsum(-(-counts // tile_rows))
+    rows, experts = x.shape[0], gate_up.shape[1]
+    plan = tile_plan(expert_ids.size, experts)
+    by_expert = _sort(expert_ids, weights, experts)
+    start = jnp.zeros(x.shape, jnp.float32)
 
-    def one_tile(tile: Array, total: Array) -> Array:
-        # A tile past the last used one finds no expert: clipped to the last expert, its rows lie past `stops`.
-        expert = jnp.minimum(jnp.searchsorted(tile_stops, tile, side="right"), experts - 1)
-        before = tile_stops[expert] - -(-counts[expert] // tile_rows)
-        first = stops[expert] - counts[expert] + (tile - before) * tile_rows
-        places = first + jnp.arange(tile_rows)
-        used = places < stops[expert]
-        assignment = order[jnp.minimum(places, rows * per_row - 1)]
-        token = assignment // per_row
-        out = _expert(x[token], gate_up[group, expert].reshape(2 * width, hidden), down[group, expert])
-        scaled = out * jnp.where(used, flat_weights[assignment], 0.0)[:, None]
+    def add_tile(total: Array, first: Array, expert: Array, own_gate_up: Array, own_down: Array) -> Array:
+        places = first + jnp.arange(plan.tile_rows)
+        used = places < by_expert.stops[expert]
+        place = jnp.minimum(places, expert_ids.size - 1)
+        token = by_expert.tokens[place]
+        out = _expert(x[token], own_gate_up.reshape(-1, x.shape[1]), own_down)
+        scaled = out * jnp.where(used, by_expert.weights[place], 0.0)[:, None]
         return total.at[jnp.where(used, token, rows)].add(scaled, mode="drop")
 
-    return jax.lax.fori_loop(0, num_tiles, one_tile, jnp.zeros((rows, hidden), jnp.float32))
+    def expert_after_expert(gate_up: Array, down: Array) -> Array:
+        chosen_first = jnp.argsort(by_expert.counts == 0, stable=True)
+
+        def one_expert(at: Array, total: Array) -> Array:
+            expert = chosen_first[at]
+            own_gate_up, own_down = gate_up[group, expert], down[group, expert]
+            first = by_expert.stops[expert] - by_expert.counts[expert]
+
+            def one_tile(tile: Array, total: Array) -> Array:
+                return add_tile(total, first + tile * plan.tile_rows, expert, own_gate_up, own_down)
+
+            return jax.lax.fori_loop(0, -(-by_expert.counts[expert] // plan.tile_rows), one_tile, total)
+
+        return jax.lax.fori_loop(0, jnp.sum(by_expert.counts > 0), one_expert, start)
+
+    def tile_after_tile(gate_up: Array, down: Array) -> Array:
+        tile_stops = jnp.cumsum(-(-by_expert.counts // plan.tile_rows))
+
+        def one_tile(tile: Array, total: Array) -> Array:
+            # A tile past the last used one finds no expert: clipped to the last expert, its rows lie past `stops`.
+            expert = jnp.minimum(jnp.searchsorted(tile_stops, tile, side="right"), experts - 1)
+            before = tile_stops[expert] - -(-by_expert.counts[expert] // plan.tile_rows)
+            first = by_expert.stops[expert] - by_expert.counts[expert] + (tile - before) * plan.tile_rows
+            return add_tile(total, first, expert, gate_up[group, expert], down[group, expert])
+
+        return jax.lax.fori_loop(0, plan.num_tiles, one_tile, start)
+
+    # A GPU's loop of unknown length asks the host after every turn; on the CPU, the known length costs unused tiles.
+    return jax.lax.platform_dependent(gate_up, down, cpu=expert_after_expert, default=tile_after_tile)
+
+
+class _ByExpert(NamedTuple):
+    """Assignments sorted by expert: token and weight of each, and how many are each expert's, up to which place."""
+
+    tokens: Int[Array, " A"]
+    weights: Float[Array, " A"]
+    counts: Int[Array, " E"]
+    stops: Int[Array, " E"]
+
+
+def _sort(expert_ids: Int[Array, "T K"], weights: Float[Array, "T K"], experts: int) -> _ByExpert:
+    flat = expert_ids.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    counts = jnp.bincount(flat, length=experts)
+    return _ByExpert(order // expert_ids.shape[1], weights.reshape(-1)[order], counts, jnp.cumsum(counts))
 
 
 def _expert(

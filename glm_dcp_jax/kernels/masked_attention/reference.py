@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from glm_dcp_jax.kernels.row_blocks import map_row_blocks
+from glm_dcp_jax.kernels.seen_blocks import map_seen_blocks
 from glm_dcp_jax.kernels.softmax import masked_softmax
 
 _LOWEST = -1e30
@@ -51,7 +52,9 @@ def expanded_attention(
     """
     width = key_expansion.shape[2]
     latent, rope_keys = context[:, :width], context[:, width:]
-    ones = jnp.ones((context.shape[0], 1), context.dtype)
+    columns = context.shape[0]
+    ones = jnp.ones((columns, 1), context.dtype)
+    one_past_last = jnp.max(jnp.where(mask, jnp.arange(1, columns + 1), 0), axis=1)
 
     def one_head(head: tuple[Array, Array, Array, Array]) -> Array:
         nope, rope, expand_key, expand_value = head
@@ -59,14 +62,15 @@ def expanded_attention(
         # A column of ones makes the product with the values sum the probabilities as well.
         values = jnp.concatenate([latent @ expand_value.T, ones], axis=1)
 
-        def rows(q: Array, seen: Array) -> Array:
-            scores = jnp.einsum("sd,ld->sl", q, keys, preferred_element_type=jnp.float32) * scale
-            scores = jnp.where(seen, scores, -jnp.inf)
+        def rows(n: int, q: Array, seen: Array) -> Array:
+            scores = jnp.einsum("sd,ld->sl", q, keys[:n], preferred_element_type=jnp.float32) * scale
+            scores = jnp.where(seen[:, :n], scores, -jnp.inf)
             top = jnp.maximum(jnp.max(scores, axis=1, keepdims=True), _LOWEST)
             weights = jnp.exp(scores - top).astype(values.dtype)
-            return jnp.einsum("sl,lv->sv", weights, values, preferred_element_type=jnp.float32)
+            return jnp.einsum("sl,lv->sv", weights, values[:n], preferred_element_type=jnp.float32)
 
-        summed = map_row_blocks(rows, 4 * context.shape[0], jnp.concatenate([nope, rope], axis=1), mask)
+        q = jnp.concatenate([nope, rope], axis=1)
+        summed = map_seen_blocks(rows, 4 * columns, columns, one_past_last, q, mask)
         total = summed[:, -1:]
         return summed[:, :-1] / jnp.where(total > 0, total, 1.0)
 
