@@ -15,7 +15,7 @@ from glm_dcp_jax.config import ModelConfig
 class Pools(NamedTuple):
     """ckv: [layers, W * pages * block_size, width], slots sharded on "dcp" (each rank: its own pages, null page first).
 
-    index_keys: [full layers, pages * block_size * W, D], replicated: a page holds its keys in position order.
+    index_keys: [full layers, ...] as IndexKeyFormat.pool_shape says, replicated: a page holds its keys in position order.
     In the same shape it describes the pools by PartitionSpecs or ShapeDtypeStructs, hence the open types.
     """
 
@@ -33,7 +33,7 @@ def pool_shapes(model: ModelConfig, layout: Layout, record: RecordFormat, num_pa
     return Pools(
         ckv=jax.ShapeDtypeStruct((model.num_hidden_layers, slots, record.width), record.dtype),
         index_keys=jax.ShapeDtypeStruct(
-            (model.num_full_layers, slots, model.index_head_dim), record.index_dtype
+            record.index.pool_shape(model.num_full_layers, slots, layout.block_size), record.index.dtype
         ),
     )
 

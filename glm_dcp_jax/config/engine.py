@@ -7,7 +7,9 @@ from glm_dcp_jax.config.errors import ConfigError
 COMM_BACKENDS = ("ag_rs", "a2a")
 PREFILL_PATHS = ("auto", "context", "queries")
 DECODE_PATHS = ("queries",)
-RECORD_FORMATS = ("auto", "float32", "bfloat16")
+RECORD_FORMATS = ("auto", "float32", "bfloat16", "fp8_ds_mla", "nvfp4_ds_mla")
+NVFP4_ROPE_DTYPES = ("bfloat16", "fp8")
+KERNELS = ("auto", "reference", "triton")
 GENERATION_CONFIGS = ("auto", "vllm")
 FLOAT_DTYPES = ("bfloat16", "float16", "float32")
 DTYPES = ("auto", *FLOAT_DTYPES)
@@ -73,6 +75,8 @@ class CacheConfig:
     block_size: int = 64
     cp_kv_cache_interleave_size: int = 1
     kv_cache_dtype: str = "auto"
+    nvfp4_rope_dtype: str = "bfloat16"
+    nvfp4_scales: str | None = None
     num_gpu_blocks_override: int | None = None
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.92
@@ -87,6 +91,7 @@ class CacheConfig:
                 f"cp_kv_cache_interleave_size {interleave} does not divide block_size {block}; use one of {allowed}"
             )
         one_of("kv_cache_dtype", self.kv_cache_dtype, RECORD_FORMATS)
+        one_of("nvfp4_rope_dtype", self.nvfp4_rope_dtype, NVFP4_ROPE_DTYPES)
         if self.num_gpu_blocks_override is not None:
             at_least("num_gpu_blocks_override", self.num_gpu_blocks_override, 1)
         if self.kv_cache_memory_bytes is not None:
@@ -131,6 +136,7 @@ class EngineConfig:
     tokenizer: str | None = None
     skip_tokenizer_init: bool = False
     dtype: str = "auto"
+    kernels: str = "auto"
     seed: int = 0
     latent_norm_eps: float = 1e-6
     generation_config: str = "auto"
@@ -138,6 +144,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         one_of("dtype", self.dtype, DTYPES)
+        one_of("kernels", self.kernels, KERNELS)
         one_of("generation_config", self.generation_config, GENERATION_CONFIGS)
         if not 0 < self.latent_norm_eps < 1:
             raise ConfigError(f"latent_norm_eps {self.latent_norm_eps} must be above 0 and below 1")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from glm_dcp_jax.config.cache_scheme import cache_scheme, is_only_about_the_cache
 from glm_dcp_jax.config.engine import FLOAT_DTYPES, one_of
 from glm_dcp_jax.config.errors import ConfigError
 from glm_dcp_jax.config.fields import Fields
@@ -69,6 +70,7 @@ class ModelConfig:
     num_nextn_predict_layers: int
     tie_word_embeddings: bool
     dtype: str
+    cache_scheme: str | None
     eos_token_ids: tuple[int, ...]
     full: tuple[bool, ...]
     sparse: tuple[bool, ...]
@@ -119,6 +121,7 @@ class ModelConfig:
             num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", 0, least=0),
             tie_word_embeddings=fields.switch("tie_word_embeddings", False),
             dtype=dtype,
+            cache_scheme=cache_scheme(fields.section("quantization_config")),
             eos_token_ids=fields.integers("eos_token_id"),
             full=full,
             sparse=sparse,
@@ -137,8 +140,15 @@ class ModelConfig:
         overrides: Mapping[str, Any] | None = None,
         latent_norm_eps: float = LATENT_NORM_EPS,
     ) -> "ModelConfig":
-        """Read `directory/config.json` (and generation_config.json's eos ids, which win), with `overrides` on top."""
+        """Read `directory/config.json`, with `overrides` on top.
+
+        generation_config.json's eos ids win over config.json's. hf_quant_config.json is where ModelOpt says how weights
+        and cache are quantised; it counts where config.json has no quantization_config.
+        """
         config = read_json_object(directory / "config.json")
+        quantised = directory / "hf_quant_config.json"
+        if quantised.exists() and config.get("quantization_config") is None:
+            config["quantization_config"] = read_json_object(quantised).get("quantization")
         generation = directory / "generation_config.json"
         if generation.exists():
             eos = read_json_object(generation).get("eos_token_id")
@@ -155,8 +165,9 @@ def _refuse_unknown(fields: Fields) -> None:
     for field, only in _FIXED.items():
         if fields.get(field, only) != only:
             raise ConfigError(f"{field} {fields[field]!r} is not supported; only {only!r} is")
-    if "quantization_config" in fields:
-        method = fields.section("quantization_config").get("quant_method", "unknown")
+    section = fields.section("quantization_config")
+    if "quantization_config" in fields and not is_only_about_the_cache(section):
+        method = section.get("quant_method", "unknown")
         raise ConfigError(
             f"the checkpoint is quantised ({method}); only bfloat16, float16 and float32 weights can be loaded"
         )

@@ -6,12 +6,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from tqdm import tqdm
@@ -19,10 +17,10 @@ from tqdm import tqdm
 from glm_dcp_jax.cache.capacity import resolve_max_model_len
 from glm_dcp_jax.cache.placement import Layout
 from glm_dcp_jax.cache.pools import make_pools, placed, pool_shapes
-from glm_dcp_jax.cache.records import RecordFormat
 from glm_dcp_jax.config import EngineConfig, ModelConfig
 from glm_dcp_jax.engine.buckets import Buckets
 from glm_dcp_jax.engine.compiles import CompileCounter
+from glm_dcp_jax.engine.formats import Formats
 from glm_dcp_jax.engine.memory import number_of_pages
 from glm_dcp_jax.engine.sampling import row_params, sample
 from glm_dcp_jax.engine.steps import CompiledSteps, StepShape, leaves_of
@@ -49,25 +47,6 @@ class Line(NamedTuple):
     pages: Sequence[int]
 
 
-@dataclass(frozen=True)
-class Dtypes:
-    """What `auto` came to. compute: weights and activations. record: the cache."""
-
-    compute: Any
-    record: str
-
-    @staticmethod
-    def of(config: EngineConfig, model: ModelConfig, on_cpu: bool) -> "Dtypes":
-        """auto: the checkpoint's on GPUs, float32 on CPU (bfloat16 is slower there). float16 caches float32 records."""
-        name = config.dtype
-        if name == "auto":
-            name = "float32" if on_cpu else model.dtype
-        record = config.cache.kv_cache_dtype
-        if record == "auto":
-            record = "bfloat16" if name == "bfloat16" else "float32"
-        return Dtypes(jnp.dtype(name), record)
-
-
 class Runner:
     """Owns the mesh, the parameters, the donated pools and the compiled steps. One thread at a time may run steps."""
 
@@ -76,12 +55,12 @@ class Runner:
         self.compiles = CompileCounter()
         self.mesh = make_mesh(parallel)
         on_cpu = self.mesh.devices.flat[0].platform == "cpu"
-        dtypes = Dtypes.of(config, model, on_cpu)
+        formats = Formats.of(config, model, on_cpu)
         self.layout = Layout(
             cache.block_size, parallel.decode_context_parallel_size, cache.cp_kv_cache_interleave_size
         )
-        self.record = RecordFormat.named(dtypes.record, model)
-        self.shape = abstract_network(model, dtypes.compute, parallel.tensor_parallel_size)
+        self.record = formats.record
+        self.shape = abstract_network(model, formats.compute, parallel.tensor_parallel_size)
         settings = AttentionSettings(
             layout=self.layout,
             record=self.record,
@@ -90,6 +69,8 @@ class Runner:
             latent_width=model.kv_lora_rank,
             index_topk=model.index_topk,
             gather_bytes=_CPU_GATHER_BYTES if on_cpu else WORKSPACE_BYTES,
+            latent_scales=formats.latent_scales,
+            kernels=formats.kernels,
         )
         prefill_path = "context" if parallel.dcp_prefill_path == "auto" else parallel.dcp_prefill_path
         self.steps = CompiledSteps(self.mesh, self.shape, settings, prefill_path)

@@ -104,7 +104,9 @@ class ShareGroup(nnx.Module):
         for member, layer in enumerate(self.layers):
             normed = rms_norm(x, layer.input_norm[...], eps)
             projected = layer.attention.project(normed, context.angles)
-            current = context.settings.record.encode(projected.latent, projected.rope_key)
+            number = first_layer + member
+            outer_scale = context.settings.outer_scale(number)
+            current = context.settings.record.encode(projected.latent, projected.rope_key, outer_scale)
             records.append(current)
             if layer.indexer is not None:
                 index_pool, selections = _select(
@@ -114,7 +116,7 @@ class ShareGroup(nnx.Module):
                 plans = [path.plan(selection, block) for path, selection, block in pairs]
                 flights = [path.start(plan, ckv) for path, plan in zip(context.paths, plans, strict=True)]
             view = AttentionLayer(
-                first_layer + member,
+                number,
                 layer.attention.key_expansion[...],
                 layer.attention.value_expansion[...],
             )

@@ -13,10 +13,12 @@ All functions run inside `shard_map`: arrays are one device's part. Every path g
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from glm_dcp_jax.cache.placement import Layout
 from glm_dcp_jax.cache.records import RecordFormat
+from glm_dcp_jax.kernels.dispatch import Backend
 from glm_dcp_jax.kernels.row_blocks import WORKSPACE_BYTES
 from glm_dcp_jax.parallel.batch import Block, Selection
 
@@ -47,7 +49,8 @@ class AttentionLayer(NamedTuple):
 class AttentionSettings:
     """What all paths share: cache geometry and format, merge backend, softmax scale and sizes.
 
-    gather_bytes: records that sparse prefill gathers at once.
+    gather_bytes: records that sparse prefill gathers at once. latent_scales: each layer's outer scale; None: all 1.
+    kernels: which implementation of the ops runs.
     """
 
     layout: Layout
@@ -57,6 +60,14 @@ class AttentionSettings:
     latent_width: int
     index_topk: int
     gather_bytes: int = WORKSPACE_BYTES
+    latent_scales: tuple[float, ...] | None = None
+    kernels: Backend = "auto"
+
+    def outer_scale(self, layer: Int[Array, ""] | int) -> Float[Array, ""] | None:
+        """What the latents of a layer are divided by before they are encoded; None for nothing."""
+        if self.latent_scales is None:
+            return None
+        return jnp.array(self.latent_scales, jnp.float32)[layer]
 
 
 class AttentionPath(Protocol):

@@ -59,7 +59,8 @@ class ContextPrefill(_Prefill):
         selection, block = plan
         history = self._in_position_order(self._pages(flight, layer, block))
         history = _committed(history, jnp.arange(history.shape[1]), block)
-        context = settings.record.decode(_place(history, current, block.positions, block.valid), dtype)
+        context = _place(history, current, block.positions, block.valid)
+        context = settings.record.decode(context, dtype, settings.outer_scale(layer.number))
         if selection.mask is not None:
 
             def dense(nope: Array, rope: Array, records: Array, mask: Array) -> Array:
@@ -98,7 +99,8 @@ class QueriesPrefill(_Prefill):
         settings, dtype = self.settings, queries.nope.dtype
         layout, rank = settings.layout, jax.lax.axis_index(DCP)
         selection, block = plan
-        owned = settings.record.decode(self._owned_context(flight, layer, block, current, rank), dtype)
+        owned = self._owned_context(flight, layer, block, current, rank)
+        owned = settings.record.decode(owned, dtype, settings.outer_scale(layer.number))
         requests, rows = queries.nope.shape[:2]
         q = absorb(queries, layer)
         q = gather_heads(q.reshape(requests * rows, *q.shape[2:])).reshape(requests, rows, -1, q.shape[-1])

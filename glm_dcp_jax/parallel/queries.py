@@ -67,7 +67,8 @@ class QueriesDecode(Stationary):
         requests, rows = queries.nope.shape[:2]
         history = gather_records(flight, layer.number, plan.slots)
         own = jnp.repeat(current, rows, axis=0) if rows > 1 else current
-        records = settings.record.decode(jnp.concatenate([history, own], axis=1), dtype)
+        records = jnp.concatenate([history, own], axis=1)
+        records = settings.record.decode(records, dtype, settings.outer_scale(layer.number))
         valid = jnp.concatenate([plan.slots >= 0, plan.current], axis=1)
         q = absorb(queries, layer).reshape(requests * rows, -1, records.shape[-1])
         if settings.layout.world == 1:

@@ -28,8 +28,8 @@ BFLOAT16, FLOAT32 = (RecordFormat.named(name, GLM) for name in ("bfloat16", "flo
 
 class TestBytes:
     def test_a_record_is_1152_bytes_and_an_index_key_256(self):
-        assert (BFLOAT16.record_bytes, BFLOAT16.index_key_bytes) == (1152, 256)
-        assert (FLOAT32.record_bytes, FLOAT32.index_key_bytes) == (2304, 512)
+        assert (BFLOAT16.record_bytes, BFLOAT16.index.key_bytes) == (1152, 256)
+        assert (FLOAT32.record_bytes, FLOAT32.index.key_bytes) == (2304, 512)
 
     def test_a_token_of_glm_5_2_takes_95_232_bytes_on_one_device(self):
         assert page_bytes(GLM, Layout(64), BFLOAT16) == 64 * 95_232

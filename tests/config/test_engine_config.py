@@ -86,13 +86,15 @@ def test_memory_utilization_is_a_share(value):
         (ParallelConfig, "dcp_comm_backend"),
         (ParallelConfig, "dcp_prefill_path"),
         (CacheConfig, "kv_cache_dtype"),
+        (CacheConfig, "nvfp4_rope_dtype"),
         (EngineConfig, "dtype"),
+        (EngineConfig, "kernels"),
     ],
 )
 def test_words_are_checked(kind, name):
     settings = {"model": "m"} if kind is EngineConfig else {}
-    with pytest.raises(ConfigError, match=f"{name} 'fp8' is unknown; use one of "):
-        kind(**settings, **{name: "fp8"})
+    with pytest.raises(ConfigError, match=f"{name} 'int8' is unknown; use one of "):
+        kind(**settings, **{name: "int8"})
 
 
 @pytest.mark.parametrize("name", ["precompile_bs_paddings", "precompile_token_paddings"])

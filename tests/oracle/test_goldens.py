@@ -9,6 +9,7 @@ import pytest
 from pairwise import pairs_of, pairwise
 
 from glm_dcp_jax import LLM, SamplingParams
+from glm_dcp_jax.parallel import prefill
 
 GOLDEN = Path(__file__).parent / "golden"
 LOGIT_TOLERANCE = {"tiny-a": 2e-4, "tiny-d": 4e-4}
@@ -24,8 +25,7 @@ FACTORS = {
     "chunk": (5, 16, 64, WHOLE),
     "prefill_path": ("context", "queries"),
     "backend": ("ag_rs", "a2a"),
-    # Contexts above 32 * index_topk are attended by gathering selected records, shorter ones under a mask.
-    "max_model_len": (400, 1000),
+    "context_form": ("mask", "positions"),
 }
 LAYOUT = ("model", "mesh", "interleave", "block_size", "chunk")
 
@@ -33,7 +33,7 @@ LAYOUT = ("model", "mesh", "interleave", "block_size", "chunk")
 def name_of(case: dict) -> str:
     tp, dcp = case["mesh"]
     rest = [
-        case[key] for key in ("interleave", "block_size", "chunk", "prefill_path", "backend", "max_model_len")
+        case[key] for key in ("interleave", "block_size", "chunk", "prefill_path", "backend", "context_form")
     ]
     return "-".join(map(str, (case["model"], f"tp{tp}", f"dcp{dcp}", *rest)))
 
@@ -45,7 +45,7 @@ def all_of(factors: dict) -> list[dict]:
 def product() -> list[dict]:
     """Every layout and chunk at two meshes; paths, backends and context lengths take turns over them."""
     layouts = all_of({key: FACTORS[key] for key in LAYOUT} | {"mesh": ((4, 4), (8, 4))})
-    turns = {"prefill_path": 1, "backend": 3, "max_model_len": 5}
+    turns = {"prefill_path": 1, "backend": 3, "context_form": 5}
     return [
         layout | {key: FACTORS[key][number // every % 2] for key, every in turns.items()}
         for number, layout in enumerate(layouts)
@@ -75,7 +75,7 @@ def load(case: dict) -> LLM:
         max_num_batched_tokens=case["chunk"],
         dcp_prefill_path=case["prefill_path"],
         dcp_comm_backend=case["backend"],
-        max_model_len=case["max_model_len"],
+        max_model_len=WHOLE,
         kv_cache_memory_bytes=32 * 2**20,
         dtype="float32",
         max_num_seqs=prompts,
@@ -123,7 +123,9 @@ def check_greedy(llm: LLM, model: str) -> None:
         np.testing.assert_allclose(found, expected, rtol=0, atol=2 * LOGIT_TOLERANCE[model])
 
 
-def check(case: dict) -> None:
+def check(case: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Which form prefill takes depends on the context's length; here every length takes the case's form.
+    monkeypatch.setattr(prefill, "DENSE_CONTEXT", 10**6 if case["context_form"] == "mask" else 0)
     llm = load(case)
     check_greedy(llm, case["model"])
     for prompt in prompts_of(case["model"]):
@@ -139,13 +141,13 @@ def test_the_default_cases_cover_every_pair():
 
 
 @pytest.mark.parametrize("case", pairwise(FACTORS), ids=name_of)
-def test_golden(case, devices):
+def test_golden(case, devices, monkeypatch):
     devices(case["mesh"][0])
-    check(case)
+    check(case, monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", product(), ids=name_of)
-def test_golden_full_product(case, devices):
+def test_golden_full_product(case, devices, monkeypatch):
     devices(case["mesh"][0])
-    check(case)
+    check(case, monkeypatch)
