@@ -15,7 +15,7 @@ from glm_dcp_jax.config import ModelConfig
 class Pools(NamedTuple):
     """ckv: [layers, W * pages * block_size, width], slots sharded on "dcp" (each rank: its own pages, null page first).
 
-    index_keys: [full layers, ...] as IndexKeyFormat.pool_shape says, replicated: a page holds its keys in position order.
+    index_keys: [full layers, ...] as IndexKeyFormat.pool_shape says, replicated; a page is in position order.
     In the same shape it describes the pools by PartitionSpecs or ShapeDtypeStructs, hence the open types.
     """
 
