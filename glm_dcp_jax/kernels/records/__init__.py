@@ -1,5 +1,75 @@
-"""Moving records between pools and steps: gather at slots, write a layer's or a whole step's records."""
+"""Moving records between pools and steps: gather or pack at slots, unpack, quantise and write.
 
+A pool is [layers, slots, width] of a record format's dtype. Slots are int32, and one below 0 or past the pool's end is
+nothing: it is not written, and packs as zeros. No op is told the same slot twice, nor a plane (a layer's number in the
+pool, which may be traced) that the pool lacks. Ops that return a pool write into the one they are given when it is
+donated. Triton kernels copy no pool; see `encode_tiles.as_units` for the sizes that they refuse.
+"""
+
+from functools import partial
+
+from jaxtyping import Array, Float, Int, Shaped
+
+from glm_dcp_jax.cache.records import RecordFormat
+from glm_dcp_jax.kernels.dispatch import Backend, dispatch
+from glm_dcp_jax.kernels.records import reference, triton
 from glm_dcp_jax.kernels.records.reference import commit_records, gather_pages, gather_records, write_records
 
-__all__ = ["commit_records", "gather_pages", "gather_records", "write_records"]
+__all__ = [
+    "commit_records",
+    "gather_pages",
+    "gather_records",
+    "pack_records",
+    "quantise_and_write",
+    "unpack_records",
+    "write_records",
+]
+
+
+def pack_records(
+    pool: Shaped[Array, "layers slots width"],
+    planes: Int[Array, " P"],
+    slots: Int[Array, " N"],
+    backend: Backend = "auto",
+) -> Shaped[Array, "P N width"]:
+    """The records of several layers at the same slots, in one contiguous buffer."""
+    return dispatch(backend, reference.pack_records, triton.pack_records, pool, planes, slots)
+
+
+def unpack_records(
+    pool: Shaped[Array, "layers slots width"],
+    planes: Int[Array, " P"],
+    slots: Int[Array, " N"],
+    packed: Shaped[Array, "P N width"],
+    backend: Backend = "auto",
+) -> Shaped[Array, "layers slots width"]:
+    """The pool with packed records at these slots of these layers: the inverse of `pack_records`."""
+    return dispatch(backend, reference.unpack_records, triton.unpack_records, pool, planes, slots, packed)
+
+
+def quantise_and_write(
+    pool: Shaped[Array, "layers slots width"],
+    planes: Int[Array, " P"],
+    slots: Int[Array, " N"],
+    latent: Float[Array, "P N C"],
+    rope_key: Float[Array, "P N R"],
+    record: RecordFormat,
+    outer_scales: Float[Array, " P"] | None = None,
+    backend: Backend = "auto",
+) -> Shaped[Array, "layers slots width"]:
+    """The pool with new records, encoded as `RecordFormat.encode` does, at these slots of these layers.
+
+    outer_scales: float32, what each plane's latents are divided by first (nvfp4_ds_mla).
+    """
+    scales = () if outer_scales is None else (outer_scales,)
+    return dispatch(
+        backend,
+        partial(reference.quantise_and_write, record=record),
+        partial(triton.quantise_and_write, record=record),
+        pool,
+        planes,
+        slots,
+        latent,
+        rope_key,
+        *scales,
+    )

@@ -1,22 +1,24 @@
-"""Record movement in plain JAX. Pools are indexed by (layer, slot) in one gather, so that no layer is sliced out."""
+"""Record movement in plain JAX. Pools are indexed by (layer, slot) in one gather or scatter, so that no layer is sliced out."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
+
+from glm_dcp_jax.cache.records import RecordFormat
 
 
 def gather_records(
-    pool: Float[Array, "layers slots width"], layer: Int[Array, ""] | int, slots: Int[Array, "*rows"]
-) -> Float[Array, "*rows width"]:
+    pool: Shaped[Array, "layers slots width"], layer: Int[Array, ""] | int, slots: Int[Array, "*rows"]
+) -> Shaped[Array, "*rows width"]:
     """One layer's records at `slots`. A negative slot reads the null page's first record: mask it afterwards."""
     return pool[layer, jnp.maximum(slots, 0)]
 
 
 def gather_pages(
-    pool: Float[Array, "layers slots width"],
+    pool: Shaped[Array, "layers slots width"],
     layer: Int[Array, ""] | int,
     pages: Int[Array, "N P"],
     page_size: int,
-) -> Float[Array, "N P*page_size width"]:
+) -> Shaped[Array, "N P*page_size width"]:
     """One layer's whole pages, `page_size` slots each, in page-table order."""
     layers, slots, width = pool.shape
     paged = pool.reshape(layers, slots // page_size, page_size, width)
@@ -25,26 +27,59 @@ def gather_pages(
 
 
 def write_records(
-    pool: Float[Array, "layers slots width"],
+    pool: Shaped[Array, "layers slots width"],
     layer: Int[Array, ""] | int,
     slots: Int[Array, " T"],
-    records: Float[Array, "T width"],
-) -> Float[Array, "layers slots width"]:
+    records: Shaped[Array, "T width"],
+) -> Shaped[Array, "layers slots width"]:
     """Write one layer's records at `slots`; negative slots are skipped."""
     return pool.at[layer, _past_the_end(slots, pool)].set(records, mode="drop")
 
 
 def commit_records(
-    pool: Float[Array, "layers slots width"],
+    pool: Shaped[Array, "layers slots width"],
     slots: Int[Array, " T"],
-    records: Float[Array, "layers T width"],
-) -> Float[Array, "layers slots width"]:
+    records: Shaped[Array, "layers T width"],
+) -> Shaped[Array, "layers slots width"]:
     """Write every layer's records of a step at `slots`; negative slots are skipped.
 
     One write at the end of a step, after every read: then XLA updates the donated pool in place. A write between reads
     that it cannot order makes it copy the whole pool.
     """
     return pool.at[:, _past_the_end(slots, pool)].set(records, mode="drop")
+
+
+def pack_records(
+    pool: Shaped[Array, "layers slots width"], planes: Int[Array, " P"], slots: Int[Array, " N"]
+) -> Shaped[Array, "P N width"]:
+    """See the op."""
+    kept = (slots >= 0) & (slots < pool.shape[1])
+    found = pool[planes[:, None], jnp.where(kept, slots, 0)[None, :]]
+    return jnp.where(kept[None, :, None], found, 0)
+
+
+def unpack_records(
+    pool: Shaped[Array, "layers slots width"],
+    planes: Int[Array, " P"],
+    slots: Int[Array, " N"],
+    packed: Shaped[Array, "P N width"],
+) -> Shaped[Array, "layers slots width"]:
+    """See the op."""
+    return pool.at[planes[:, None], _past_the_end(slots, pool)[None, :]].set(packed, mode="drop")
+
+
+def quantise_and_write(
+    pool: Shaped[Array, "layers slots width"],
+    planes: Int[Array, " P"],
+    slots: Int[Array, " N"],
+    latent: Float[Array, "P N C"],
+    rope_key: Float[Array, "P N R"],
+    *outer_scales: Float[Array, " P"],
+    record: RecordFormat,
+) -> Shaped[Array, "layers slots width"]:
+    """See the op."""
+    scale = outer_scales[0][:, None, None] if outer_scales else None
+    return unpack_records(pool, planes, slots, record.encode(latent, rope_key, scale))
 
 
 def _past_the_end(slots: Int[Array, " T"], pool: Array) -> Int[Array, " T"]:

@@ -1,12 +1,13 @@
 """Sparse MLA attention in plain JAX."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from glm_dcp_jax.cache.records import RecordFormat
 from glm_dcp_jax.kernels.softmax import masked_softmax
 
 
-def sparse_attention(
+def attend_gathered(
     q: Float[Array, "T H CR"],
     records: Float[Array, "T K CR"],
     valid: Bool[Array, "T K"],
@@ -26,3 +27,24 @@ def sparse_attention(
         "thk,tkd->thd", probabilities.astype(records.dtype), records, preferred_element_type=jnp.float32
     )
     return out[:, :, :latent_width], lse
+
+
+def selected_attention(
+    q: Float[Array, "T H CR"],
+    pool: Shaped[Array, "planes slots width"],
+    plane: Int[Array, ""],
+    slots: Int[Array, "T K"],
+    outer_scale: Float[Array, ""] | None,
+    current: Shaped[Array, "T S width"] | None,
+    current_valid: Bool[Array, "T S"] | None,
+    *,
+    record: RecordFormat,
+    scale: float,
+) -> tuple[Float[Array, "T H C"], Float[Array, "T H"]]:
+    """See the op."""
+    records, valid = pool[plane, jnp.maximum(slots, 0)], slots >= 0
+    if current is not None:
+        records = jnp.concatenate([records, current], axis=1)
+        valid = jnp.concatenate([valid, current_valid], axis=1)
+    decoded = record.decode(records, q.dtype, outer_scale)
+    return attend_gathered(q, decoded, valid, record.latent_width, scale)

@@ -13,7 +13,7 @@ def select_positions(scores: Float[Array, "S L"], visible: Int[Array, " S"], k: 
     Rows with fewer than k visible columns select all of them. -0.0 in scores must already be +0.0.
     """
     columns = jnp.arange(scores.shape[1])
-    masked = jnp.where(columns < visible[:, None], scores, -jnp.inf)
+    masked = jnp.where((columns < visible[:, None]) & ~jnp.isnan(scores), scores, -jnp.inf)
     _, positions = jax.lax.top_k(masked, min(k, scores.shape[1]))
     positions = jnp.pad(positions, ((0, 0), (0, k - positions.shape[1])))
     return jnp.where(jnp.arange(k) < visible[:, None], positions, -1)
@@ -27,7 +27,7 @@ def select_mask(scores: Float[Array, "S L"], visible: Int[Array, " S"], k: int) 
     """
     columns = jnp.arange(scores.shape[1])
     shown = columns < visible[:, None]
-    keys = jnp.where(shown, _sortable(scores), 0)
+    keys = jnp.where(shown, sortable(scores), 0)
     threshold = _largest(lambda t: jnp.sum(keys >= t[:, None], axis=1) >= k, 32, scores.shape[0])
     above, equal = keys > threshold[:, None], shown & (keys == threshold[:, None])
     room = k - jnp.sum(above, axis=1)
@@ -36,7 +36,7 @@ def select_mask(scores: Float[Array, "S L"], visible: Int[Array, " S"], k: int) 
     return above | (equal & (columns < stop[:, None]))
 
 
-def _sortable(scores: Float[Array, "S L"]) -> UInt32[Array, "S L"]:
+def sortable(scores: Float[Array, "S L"]) -> UInt32[Array, "S L"]:
     """Map float32 to uint32 so that order is kept and every number is above 0."""
     bits = jax.lax.bitcast_convert_type(scores, jnp.int32)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -51,3 +51,6 @@ def _largest(holds: Callable[[Array], Array], bits: int, rows: int) -> UInt32[Ar
         return jnp.where(holds(candidate), candidate, found)
 
     return jax.lax.fori_loop(0, bits, try_bit, jnp.zeros(rows, jnp.uint32))
+
+
+sorted_positions = select_positions
