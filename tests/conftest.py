@@ -46,7 +46,15 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"jax {jax.__version__}: {len(found)} x {found[0].device_kind}"
 
 
+SPREAD = ("test_goldens", "test_family")
+"""Modules whose tests share nothing: when several processes run, each takes some. Other modules stay together."""
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.stem not in SPREAD:
+            item.add_marker(pytest.mark.xdist_group(str(item.path)))
     if config.getoption("--platform") == "gpu":
         return
     for item in items:
