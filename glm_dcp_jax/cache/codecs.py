@@ -16,6 +16,15 @@ LEAST_INDEX_AMAX = 1e-4
 """An index key of zeros still gets a scale."""
 
 
+def divide(a: Float[Array, "..."], b: Array | float) -> Float[Array, "..."]:
+    """a / b in float32, correctly rounded; b broadcasts to a.
+
+    XLA would multiply by the reciprocal of a divisor that it can see to be constant or broadcast. These quotients often
+    lie exactly between two codes, where one ulp decides.
+    """
+    return a / jax.lax.optimization_barrier(jnp.broadcast_to(jnp.asarray(b, jnp.float32), a.shape))
+
+
 def to_bytes(values: Array) -> UInt8[Array, "*rows n"]:
     """The little-endian bytes of the last axis."""
     raw = jax.lax.bitcast_convert_type(values, jnp.uint8)
@@ -68,8 +77,8 @@ def unpack_nibbles(packed: UInt8[Array, "*rows n"]) -> UInt8[Array, "*rows 2*n"]
 def encode_fp8_groups(values: Float[Array, "*rows n"], group: int) -> tuple[UInt8[Array, "*rows n"], Array]:
     """E4M3 codes and one float32 scale per `group` values: max(amax / 448, the smallest normal float32)."""
     grouped = _groups(values, group)
-    scales = jnp.maximum(jnp.max(jnp.abs(grouped), axis=-1) / E4M3_MAX, SMALLEST_NORMAL)
-    return _ungroup(encode_e4m3(grouped / scales[..., None]), values), scales
+    scales = jnp.maximum(divide(jnp.max(jnp.abs(grouped), axis=-1), E4M3_MAX), SMALLEST_NORMAL)
+    return _ungroup(encode_e4m3(divide(grouped, scales[..., None])), values), scales
 
 
 def encode_nvfp4_groups(values: Float[Array, "*rows n"], group: int) -> tuple[UInt8[Array, "*rows n"], Array]:
@@ -79,7 +88,7 @@ def encode_nvfp4_groups(values: Float[Array, "*rows n"], group: int) -> tuple[UI
     zero, so are all codes.
     """
     grouped = _groups(values, group)
-    scales = encode_e4m3(jnp.max(jnp.abs(grouped), axis=-1) / E2M1_MAX)
+    scales = encode_e4m3(divide(jnp.max(jnp.abs(grouped), axis=-1), E2M1_MAX))
     decoded = decode_e4m3(scales)[..., None]
     codes = encode_e2m1(grouped * (1.0 / jnp.where(decoded > 0, decoded, 1.0)))
     return _ungroup(jnp.where(decoded > 0, codes, 0), values), scales
@@ -98,7 +107,7 @@ def encode_index_key(
     """E4M3 codes of an index key and its float32 scale: max(amax, 1e-4) / 448, rounded up to a power of two."""
     keys = keys.astype(jnp.float32)
     amax = jnp.max(jnp.abs(keys), axis=-1, keepdims=True)
-    scale = power_of_two_at_least(jnp.maximum(amax, LEAST_INDEX_AMAX) / E4M3_MAX)
+    scale = power_of_two_at_least(divide(jnp.maximum(amax, LEAST_INDEX_AMAX), E4M3_MAX))
     return encode_e4m3(keys / scale), scale
 
 

@@ -147,7 +147,7 @@ class RecordFormat:
         if not self.quantised:
             return jnp.concatenate([latent, rope_key], axis=-1).astype(self.dtype)
         if outer_scale is not None:
-            latent = latent.astype(jnp.float32) / outer_scale
+            latent = codecs.divide(latent.astype(jnp.float32), outer_scale)
         parts = self._encode_latent(latent) | self._encode_rope(rope_key)
         rows = latent.shape[:-1]
         zeros = lambda field: jnp.zeros((*rows, field.nbytes), jnp.uint8)  # noqa: E731
@@ -188,7 +188,7 @@ class RecordFormat:
         if not self.has("rope_scale"):
             return {"rope": codecs.to_bytes(rope_key.astype(jnp.bfloat16))}
         values = rope_key.astype(jnp.float32)
-        scale = jnp.max(jnp.abs(values), axis=-1, keepdims=True) / codecs.E4M3_MAX
+        scale = codecs.divide(jnp.max(jnp.abs(values), axis=-1, keepdims=True), codecs.E4M3_MAX)
         codes = codecs.encode_e4m3(values * (1.0 / jnp.where(scale > 0, scale, 1.0)))
         return {"rope": codes, "rope_scale": codecs.to_bytes(scale)}
 

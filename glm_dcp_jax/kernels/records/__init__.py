@@ -1,9 +1,9 @@
 """Moving records between pools and steps: gather or pack at slots, unpack, quantise and write.
 
 A pool is [layers, slots, width] of a record format's dtype. Slots are int32, and one below 0 or past the pool's end is
-nothing: it is not written, and packs as zeros. No op is told the same slot twice, nor a plane (a layer's number in the
-pool, which may be traced) that the pool lacks. Ops that return a pool write into the one they are given when it is
-donated. Triton kernels copy no pool; see `encode_tiles.as_units` for the sizes that they refuse.
+nothing: it is not written, and packs as zeros. Planes are layers' numbers in the pool, may be traced, and must exist.
+No writing op is told the same slot or plane twice. It writes into the pool it is given when that is donated. Triton
+kernels copy no pool; they refuse those that `encode_tiles.as_units` refuses.
 """
 
 from functools import partial

@@ -1,4 +1,4 @@
-"""Record movement in plain JAX. Pools are indexed by (layer, slot) in one gather or scatter, so that no layer is sliced out."""
+"""Record movement in plain JAX. Pools are indexed by (layer, slot) at once, so that no layer is sliced out."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped

@@ -1,0 +1,71 @@
+"""Index keys in plain JAX."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, DTypeLike, Float, Int, Shaped, UInt8
+
+from glm_dcp_jax.cache import codecs
+from glm_dcp_jax.cache.records import IndexKeyFormat
+
+
+def write_index_keys(
+    pool: Shaped[Array, "full *pool"],
+    layer: Int[Array, ""],
+    slots: Int[Array, " T"],
+    keys: Float[Array, "T D"],
+    index: IndexKeyFormat,
+    block_size: int,
+) -> Shaped[Array, "full *pool"]:
+    """See the op."""
+    if not index.quantised:
+        past_the_end = jnp.where(slots < 0, pool.shape[1], slots)
+        return pool.at[layer, past_the_end].set(keys.astype(pool.dtype), mode="drop")
+    codes, scales = codecs.encode_index_key(keys)
+    block, offset = slots // block_size, slots % block_size
+    pool = _put(pool, layer, block, offset * index.width, codes)
+    return _put(pool, layer, block, block_size * index.width + 4 * offset, codecs.to_bytes(scales))
+
+
+def gather_index_keys(
+    pool: Shaped[Array, "full *pool"],
+    layer: Int[Array, ""] | int,
+    pages: Int[Array, "N P"],
+    index: IndexKeyFormat,
+    page_tokens: int,
+    block_size: int,
+    dtype: DTypeLike,
+) -> Float[Array, "N P*page_tokens D"]:
+    """Decoded keys of one layer's whole pages, in page-table order, which is the order of positions.
+
+    A page is page_tokens / block_size consecutive blocks; a negative page reads page 0. The products of E4M3 codes and
+    powers of two are exact in bfloat16 as in float32.
+    """
+    requests, count = pages.shape
+    blocks = page_tokens // block_size
+    page_width = blocks * pool.shape[2] if index.quantised else page_tokens * index.width
+    found = pool.reshape(pool.shape[0], -1, page_width)[layer, jnp.maximum(pages, 0)]
+    if not index.quantised:
+        return found.reshape(requests, count * page_tokens, index.width).astype(dtype)
+    planar = found.reshape(requests, count, blocks, pool.shape[2])
+    codes, scales = jnp.split(planar, [block_size * index.width], axis=-1)
+    values = codecs.decode_e4m3(codes).reshape(*planar.shape[:3], block_size, index.width)
+    keys = values * codecs.from_bytes(scales, jnp.float32)[..., None]
+    return keys.reshape(requests, count * page_tokens, index.width).astype(dtype)
+
+
+def _put(
+    pool: UInt8[Array, "full blocks bytes"],
+    layer: Int[Array, ""],
+    block: Int[Array, " T"],
+    start: Int[Array, " T"],
+    raw: UInt8[Array, "T n"],
+) -> UInt8[Array, "full blocks bytes"]:
+    """Each row of raw at its bytes start .. start + n - 1 of its block.
+
+    Blocks below 0, which `lax.scatter` does not wrap around as `.at` does, and blocks past the end are skipped.
+    """
+    dimensions = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=(1,), inserted_window_dims=(0, 1), scatter_dims_to_operand_dims=(0, 1, 2)
+    )
+    indices = jnp.stack([jnp.full_like(block, layer), block, start], axis=-1)
+    return jax.lax.scatter(pool, indices, raw, dimensions, mode=jax.lax.GatherScatterMode.FILL_OR_DROP)
