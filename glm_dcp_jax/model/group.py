@@ -9,11 +9,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from glm_dcp_jax.config import ModelConfig
-from glm_dcp_jax.kernels.records import gather_pages, write_records
+from glm_dcp_jax.kernels.index_keys import write_index_keys
+from glm_dcp_jax.kernels.selection import select_paged
 from glm_dcp_jax.model.attention import LatentAttention, Projections
 from glm_dcp_jax.model.elementary import rms_norm
 from glm_dcp_jax.model.feed_forward import GatedMLP, MixtureOfExperts
-from glm_dcp_jax.model.indexer import Indexer, select
+from glm_dcp_jax.model.indexer import Indexer
 from glm_dcp_jax.model.parameters import Maker
 from glm_dcp_jax.parallel.attention import AttentionLayer, AttentionPath, AttentionSettings, Queries, Window
 from glm_dcp_jax.parallel.batch import Block, Selection
@@ -150,23 +151,34 @@ def _select(
 ) -> tuple[Array, list[Selection]]:
     """Write this step's index keys, then score and choose for each block."""
     settings = context.settings
-    page_size = settings.layout.virtual_block
-    keys = indexer.index_keys(normed, context.angles).astype(index_pool.dtype)
-    index_pool = write_records(index_pool, full_ordinal, context.index_slots, keys)
+    keys = indexer.index_keys(normed, context.angles)
+    index_pool = write_index_keys(
+        index_pool,
+        full_ordinal,
+        context.index_slots,
+        keys,
+        settings.record.index,
+        settings.layout.block_size,
+        settings.kernels,
+    )
     queries, weights = indexer.index_queries(normed, projected.query_latent, context.angles)
     selections = []
     parts = zip(context.blocks, context.paths, context.cut(queries), context.cut(weights), strict=True)
     for block, path, block_q, block_w in parts:
         as_mask = path.wants_mask(block)
-        chosen = select(
+        chosen = select_paged(
             block_q,
             block_w,
-            lambda pages: gather_pages(index_pool, full_ordinal, pages[None], page_size)[0],
+            index_pool,
+            full_ordinal,
             block.page_table,
             block.visible,
             settings.index_topk,
+            settings.record.index,
+            settings.layout.virtual_block,
+            settings.layout.block_size,
             as_mask,
-            context=block.page_table.shape[1] * page_size,
+            backend=settings.kernels,
         )
         selections.append(Selection(None, chosen) if as_mask else Selection(chosen, None))
     return index_pool, selections

@@ -1,18 +1,11 @@
-"""The lightning indexer of a Full layer: index keys, index queries, and the selection."""
-
-from collections.abc import Callable
+"""The lightning indexer of a Full layer: index keys and index queries."""
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from glm_dcp_jax.config import ModelConfig
 from glm_dcp_jax.config.model import INDEX_NORM_EPS
-from glm_dcp_jax.kernels.each_request import each_request
-from glm_dcp_jax.kernels.index_scores import index_scores, row_bytes
-from glm_dcp_jax.kernels.row_blocks import WORKSPACE_BYTES
-from glm_dcp_jax.kernels.seen_blocks import map_seen_blocks
-from glm_dcp_jax.kernels.topk import select_mask, select_positions
 from glm_dcp_jax.model.elementary import layer_norm, linear, rotate
 from glm_dcp_jax.model.parameters import Maker, Source
 
@@ -58,34 +51,3 @@ class Indexer(nnx.Module):
         front, back = jnp.split(x, [self.config.qk_rope_head_dim], axis=-1)
         front = rotate(front, angles, self.config.indexer_rope_interleave)
         return jnp.concatenate([front, back], axis=-1)
-
-
-def select(
-    queries: Float[Array, "N S I D"],
-    head_weights: Float[Array, "N S I"],
-    keys_of: Callable[[Array], Array],
-    page_table: Int[Array, "N P"],
-    visible: Int[Array, "N S"],
-    k: int,
-    as_mask: bool,
-    context: int,
-) -> Array:
-    """Each row's k best visible keys, as a mask [N, S, L] or positions [N, S, k]; requests and rows in blocks.
-
-    keys_of: a request's page table [P] to its keys [L, D] in position order. context: L.
-    """
-    choose = select_mask if as_mask else select_positions
-    _, rows, heads, width = queries.shape
-    per_row = row_bytes(rows, heads, context)
-
-    def one_request(request_q: Array, request_w: Array, pages: Array, rows_visible: Array) -> Array:
-        keys = keys_of(pages).astype(request_q.dtype)
-
-        def some_rows(n: int, block_q: Array, block_w: Array, block_visible: Array) -> Array:
-            chosen = choose(index_scores(block_q, block_w, keys[:n]), block_visible, k)
-            return jnp.pad(chosen, ((0, 0), (0, context - n))) if as_mask else chosen
-
-        return map_seen_blocks(some_rows, per_row, context, rows_visible, request_q, request_w, rows_visible)
-
-    bytes_each = max(context * width * queries.dtype.itemsize, min(rows * per_row, WORKSPACE_BYTES))
-    return each_request(one_request, bytes_each, queries, head_weights, page_table, visible)

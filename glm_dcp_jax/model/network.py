@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from glm_dcp_jax.cache.pools import Pools
 from glm_dcp_jax.config import ModelConfig, Run
-from glm_dcp_jax.kernels.records import commit_records
+from glm_dcp_jax.kernels.records import unpack_records
 from glm_dcp_jax.model.elementary import rms_norm, rope_angles
 from glm_dcp_jax.model.group import GroupTrace, ShareGroup, StepContext
 from glm_dcp_jax.model.parameters import Maker
@@ -80,7 +80,10 @@ class Network(nnx.Module):
         # The write must wait for the last layer's read of the pool, else XLA copies the pool. Only a dependency that it
         # cannot fold away orders them; this one also keeps records of a row that went non-finite out of the cache.
         finite = jnp.isfinite(x).all(axis=1)
-        ckv = commit_records(pools.ckv, jnp.where(finite, slots, -1), jnp.concatenate(records))
+        every_layer = jnp.arange(config.num_hidden_layers)
+        ckv = unpack_records(
+            pools.ckv, every_layer, jnp.where(finite, slots, -1), jnp.concatenate(records), settings.kernels
+        )
         return StepOutput(
             self.logits(x[logit_rows]),
             Pools(ckv, index_keys),

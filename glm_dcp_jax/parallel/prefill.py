@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from glm_dcp_jax.cache.records import RecordFormat
+from glm_dcp_jax.kernels.dispatch import dispatch
 from glm_dcp_jax.kernels.each_request import each_request
 from glm_dcp_jax.kernels.masked_attention import absorbed_attention, expanded_attention
 from glm_dcp_jax.kernels.records import gather_pages
 from glm_dcp_jax.kernels.row_blocks import map_row_blocks
-from glm_dcp_jax.kernels.sparse_attention import sparse_attention
+from glm_dcp_jax.kernels.sparse_attention import selected_attention
 from glm_dcp_jax.parallel.attention import AttentionLayer, AttentionSettings, Queries, Stationary
 from glm_dcp_jax.parallel.batch import Block, Selection
 from glm_dcp_jax.parallel.merge import gather_heads, merge_partials
@@ -165,16 +167,39 @@ def _attend_selected(
     context: Float[Array, "N L width"],
     slots: Int[Array, "N S K"],
 ) -> tuple[Float[Array, "N S h C"], Float[Array, "N S h"]]:
-    """Each row over the context entries at its slots (-1: none), in row blocks."""
+    """Each row over the entries of its request's decoded context at its slots (-1: none)."""
+    requests, length, width = context.shape
+    decoded = RecordFormat.sized(str(context.dtype), settings.latent_width, width - settings.latent_width, 1)
 
-    def one_request(request_q: Array, records: Array, chosen: Array) -> tuple[Array, Array]:
-        def rows(block_q: Array, block_slots: Array) -> tuple[Array, Array]:
-            found = records[jnp.maximum(block_slots, 0)]
-            valid: Bool[Array, "rows K"] = block_slots >= 0
-            return sparse_attention(block_q, found, valid, settings.latent_width, settings.scale)
+    def gathered(q: Array, context: Array, slots: Array) -> tuple[Array, Array]:
+        """In row blocks: the records of all rows together would be many times the context."""
 
-        bytes_per_row = chosen.shape[1] * records.shape[1] * records.dtype.itemsize
-        return map_row_blocks(rows, bytes_per_row, request_q, chosen, workspace=settings.gather_bytes)
+        def one_request(request_q: Array, records: Array, chosen: Array) -> tuple[Array, Array]:
+            def rows(block_q: Array, block_slots: Array) -> tuple[Array, Array]:
+                pool = records[None]
+                return selected_attention(
+                    block_q, pool, 0, block_slots, decoded, settings.scale, backend="reference"
+                )
 
-    gathered = slots.shape[1] * slots.shape[2] * context.shape[2] * context.dtype.itemsize
-    return each_request(one_request, min(gathered, settings.gather_bytes), q, context, slots)
+            bytes_per_row = chosen.shape[1] * width * records.dtype.itemsize
+            return map_row_blocks(rows, bytes_per_row, request_q, chosen, workspace=settings.gather_bytes)
+
+        all_bytes = slots.shape[1] * slots.shape[2] * width * context.dtype.itemsize
+        return each_request(one_request, min(all_bytes, settings.gather_bytes), q, context, slots)
+
+    def in_place(q: Array, context: Array, slots: Array, interpret: bool) -> tuple[Array, Array]:
+        """All requests' rows at once over their contexts laid in a line: the kernel gathers nothing."""
+        first = jnp.arange(requests)[:, None, None] * length
+        line = jnp.where(slots < 0, -1, slots + first).reshape(-1, slots.shape[2])
+        out, lse = selected_attention(
+            q.reshape(-1, *q.shape[2:]),
+            context.reshape(1, requests * length, width),
+            0,
+            line,
+            decoded,
+            settings.scale,
+            backend="interpret" if interpret else "triton",
+        )
+        return out.reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3])
+
+    return dispatch(settings.kernels, gathered, in_place, q, context, slots)

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from glm_dcp_jax.kernels.records import gather_records
-from glm_dcp_jax.kernels.sparse_attention import sparse_attention
+from glm_dcp_jax.kernels.sparse_attention import selected_attention
 from glm_dcp_jax.parallel.attention import AttentionLayer, AttentionSettings, Queries, Stationary
 from glm_dcp_jax.parallel.batch import Block, Selection
 from glm_dcp_jax.parallel.merge import gather_heads, merge_partials
@@ -65,18 +64,23 @@ class QueriesDecode(Stationary):
         """Gather heads, attend over owned records and own current rows, merge, expand to values."""
         settings, dtype = self.settings, queries.nope.dtype
         requests, rows = queries.nope.shape[:2]
-        history = gather_records(flight, layer.number, plan.slots)
         own = jnp.repeat(current, rows, axis=0) if rows > 1 else current
-        records = jnp.concatenate([history, own], axis=1)
-        records = settings.record.decode(records, dtype, settings.outer_scale(layer.number))
-        valid = jnp.concatenate([plan.slots >= 0, plan.current], axis=1)
-        q = absorb(queries, layer).reshape(requests * rows, -1, records.shape[-1])
-        if settings.layout.world == 1:
-            out, _ = sparse_attention(q, records, valid, settings.latent_width, settings.scale)
-        else:
-            out, lse = sparse_attention(
-                gather_heads(q), records, valid, settings.latent_width, settings.scale
-            )
+        q = absorb(queries, layer)
+        q = q.reshape(requests * rows, *q.shape[2:])
+        alone = settings.layout.world == 1
+        out, lse = selected_attention(
+            q if alone else gather_heads(q),
+            flight,
+            layer.number,
+            plan.slots,
+            settings.record,
+            settings.scale,
+            settings.outer_scale(layer.number),
+            own,
+            plan.current,
+            settings.kernels,
+        )
+        if not alone:
             out = merge_partials(out, lse, settings.comm_backend)
         return expand_values(out, layer, dtype).reshape(requests, rows, out.shape[1], -1)
 

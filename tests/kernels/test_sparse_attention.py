@@ -1,4 +1,4 @@
-"""Sparse attention against a softmax in float64, and what must not reach its output."""
+"""Attention over gathered records against a softmax in float64, and what must not reach its output."""
 
 import jax
 import jax.numpy as jnp
@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm_dcp_jax.kernels.sparse_attention import sparse_attention
+from glm_dcp_jax.kernels.sparse_attention import attend_gathered
 
 # rows, heads, records, latent width, rotary width; few shapes, because jax compiles each.
 SHAPES = [(1, 1, 1, 1, 1), (4, 2, 6, 8, 4), (3, 5, 40, 16, 2)]
 SCALE = 0.3
 
-attend = jax.jit(sparse_attention, static_argnums=(3, 4))
+attend = jax.jit(attend_gathered, static_argnums=(3, 4))
 
 Problem = tuple[np.ndarray, np.ndarray, np.ndarray, int]
 

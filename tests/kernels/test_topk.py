@@ -1,4 +1,7 @@
-"""Selection against a plain sort: score descending, then lowest position, in both of its forms."""
+"""Selection against a plain sort: score descending, then lowest position, in all of its forms."""
+
+import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -7,12 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from glm_dcp_jax.kernels import tiles
 from glm_dcp_jax.kernels.index_scores import index_scores
-from glm_dcp_jax.kernels.topk import select_mask, select_positions
+from glm_dcp_jax.kernels.topk import select_mask, select_positions, triton
+from glm_dcp_jax.kernels.topk.cost import cost
 
 ROWS = 4
 # Few shapes, many values: jax compiles once for each shape.
 SHAPES = [(1, 1), (1, 5), (7, 1), (7, 3), (7, 7), (33, 8), (33, 40), (100, 64)]
+SEARCHED = [(33, 40), (100, 64), (129, 7)]
+"""Shapes of the kernels, which take seconds to compile: in tiles of 16 columns, three chunks of one to three tiles."""
 INFINITY, LARGEST, SMALLEST = float("inf"), float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 FEW = st.sampled_from([0.0, 1.0, -1.0])
 """So few values that nearly all columns tie."""
@@ -26,8 +33,21 @@ positions_of = jax.jit(select_positions, static_argnums=2)
 mask_of = jax.jit(select_mask, static_argnums=2)
 
 
+def search_in_small_tiles(scores: jax.Array, visible: jax.Array, k: int) -> jax.Array:
+    """`select_positions` by its kernels, with tiles so small that short rows have several chunks of several tiles."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton, "SORTED_COLUMNS", 0)
+        patch.setattr(triton, "TILE", 16)
+        patch.setattr(triton, "_PROGRAMS", 3 * ROWS)
+        return select_positions(scores, visible, k, "interpret")
+
+
+search = jax.jit(search_in_small_tiles, static_argnums=2)
+
+
 def sorted_selection(scores: np.ndarray, visible: np.ndarray, k: int) -> np.ndarray:
     """[S, k], -1 behind: the definition, by sorting (negated score, position) pairs."""
+    scores = np.where(np.isnan(scores), -np.inf, scores)
     chosen = np.full((len(scores), k), -1)
     for row, (values, seen) in enumerate(zip(scores, visible, strict=True)):
         best = sorted(range(seen), key=lambda position: (-values[position], position))[:k]
@@ -36,11 +56,14 @@ def sorted_selection(scores: np.ndarray, visible: np.ndarray, k: int) -> np.ndar
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int]:
-    length, k = draw(st.sampled_from(SHAPES))
-    value = draw(st.sampled_from([FEW, ANY]))
+def problems(draw: st.DrawFn, shapes: list[tuple[int, int]] = SHAPES) -> tuple[np.ndarray, np.ndarray, int]:
+    length, k = draw(st.sampled_from(shapes))
+    value = draw(st.sampled_from([FEW, ANY, st.one_of(ANY, st.just(np.nan))]))
     scores = draw(st.lists(value, min_size=ROWS * length, max_size=ROWS * length))
-    visible = draw(st.lists(st.integers(0, length), min_size=ROWS, max_size=ROWS))
+    some = st.one_of(
+        st.integers(0, length), st.sampled_from([0, 1, min(k, length) - 1, min(k, length), length])
+    )
+    visible = draw(st.lists(some, min_size=ROWS, max_size=ROWS))
     # Adding 0.0 makes -0.0 the +0.0 that the operations ask for.
     return np.array(scores, np.float32).reshape(ROWS, length) + 0.0, np.array(visible, np.int32), k
 
@@ -52,6 +75,16 @@ def test_positions_are_those_of_a_sort(problem: tuple[np.ndarray, np.ndarray, in
     np.testing.assert_array_equal(
         positions_of(scores, visible, k), sorted_selection(scores, visible, k), err_msg=str(problem)
     )
+
+
+@settings(max_examples=150, deadline=None)
+@given(problems(SEARCHED))
+def test_the_search_selects_what_a_sort_does(problem: tuple[np.ndarray, np.ndarray, int]) -> None:
+    """Bit for bit what lax.top_k gives, too, which is the reference."""
+    scores, visible, k = problem
+    found = search(scores, visible, k)
+    np.testing.assert_array_equal(found, sorted_selection(scores, visible, k), err_msg=str(problem))
+    np.testing.assert_array_equal(found, positions_of(scores, visible, k))
 
 
 @settings(max_examples=150, deadline=None)
@@ -110,3 +143,127 @@ def test_zeros_of_both_signs_tie_when_they_come_from_index_scores() -> None:
     visible = np.array([12], np.int32)
     assert positions_of(scores, visible, 4).tolist() == [[0, 1, 2, 3]]
     assert np.flatnonzero(mask_of(scores, visible, 4)[0]).tolist() == [0, 1, 2, 3]
+
+
+def test_nan_ranks_as_minus_infinity() -> None:
+    """Of either sign: such scores are errors, which must not push out real ones."""
+    minus_nan = np.float32(np.copysign(np.nan, -1))
+    scores = np.full((ROWS, 33), 5.0, np.float32)
+    scores[:, :6] = [np.nan, 1.0, -INFINITY, minus_nan, 2.0, INFINITY]
+    visible = np.array([6, 5, 4, 1], np.int32)
+    expected = [[5, 4, 1, 0, 2, 3], [4, 1, 0, 2, 3, -1], [1, 0, 2, 3, -1, -1], [0, -1, -1, -1, -1, -1]]
+    for select in (positions_of, search):
+        assert select(scores, visible, 40)[:, :6].tolist() == expected
+    kept = [np.flatnonzero(row).tolist() for row in mask_of(scores, visible, 3)]
+    assert kept == [sorted(place for place in row[:3] if place >= 0) for row in expected]
+
+
+class TestSearchOfLongRows:
+    """The kernels with the tiles that GPUs get, on rows that are too long to be sorted."""
+
+    rows, columns, k = 3, 5000, 2048
+    visible = np.array([columns, k, k - 1], np.int32)
+
+    @staticmethod
+    @jax.jit
+    def select(scores, visible):
+        return select_positions(scores, visible, TestSearchOfLongRows.k, "interpret")
+
+    def test_rows_are_long_enough(self):
+        assert self.columns > triton.SORTED_COLUMNS
+
+    def test_random_scores(self):
+        scores = np.random.default_rng(1).standard_normal((self.rows, self.columns)).astype(np.float32)
+        expected = sorted_selection(scores, self.visible, self.k)
+        np.testing.assert_array_equal(self.select(scores, self.visible), expected)
+
+    def test_ties_on_both_sides_of_chunk_borders(self):
+        """Row 0 has five chunks, one a tile; its threshold is shared by columns of all, its last place is a tie's."""
+        assert triton.Chunks.of(self.rows, self.columns) == (5, 1)
+        scores = np.random.default_rng(2).integers(-2, 3, (self.rows, self.columns)).astype(np.float32)
+        scores[:, triton.TILE - 2 : triton.TILE + 2] = 0
+        expected = sorted_selection(scores, self.visible, self.k)
+        np.testing.assert_array_equal(self.select(scores, self.visible), expected)
+
+    def test_equal_scores_select_the_lowest_positions(self):
+        scores = np.full((self.rows, self.columns), -7.5, np.float32)
+        found = self.select(scores, self.visible)
+        assert (found[:2] == np.arange(self.k)).all()
+        assert (found[2] == np.where(np.arange(self.k) < self.k - 1, np.arange(self.k), -1)).all()
+
+
+def test_as_many_equal_digits_as_a_thread_may_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One column a tile, all of one score: each digit's counter, a byte, is filled to its end."""
+    monkeypatch.setattr(triton, "SORTED_COLUMNS", 0)
+    monkeypatch.setattr(triton, "TILE", 1)
+    monkeypatch.setattr(triton, "_PROGRAMS", 1)
+    columns, k = 300, 280
+    assert triton.Chunks.of(1, columns) == (2, 255)
+    scores, visible = np.full((1, columns), 3.25, np.float32), np.array([columns], np.int32)
+    found = jax.jit(partial(select_positions, k=k, backend="interpret"))(scores, visible)
+    assert found.tolist() == [list(range(k))]
+
+
+@pytest.mark.parametrize("rows", [1, 4, 32, 64, 2048])
+@pytest.mark.parametrize("columns", [4097, 131_072, 2**20])
+def test_chunks_cover_a_row_and_fill_a_gpu_where_they_can(rows: int, columns: int) -> None:
+    each_row, each = triton.Chunks.of(rows, columns)
+    row_tiles = -(-columns // triton.TILE)
+    assert (each_row - 1) * each < row_tiles <= each_row * each
+    assert each < 256
+    assert rows * each_row >= min(rows * row_tiles, 256)
+
+
+@pytest.mark.parametrize("rows", [1, 32, 512])
+@pytest.mark.parametrize("k", [2048, 64])
+def test_on_gpus_no_long_row_is_sorted(rows: int, k: int) -> None:
+    """Only the k chosen columns are; and what is lowered for GPUs are the kernels."""
+    shapes = [jax.ShapeDtypeStruct((rows, 131_072), jnp.float32), jax.ShapeDtypeStruct((rows,), jnp.int32)]
+    traced = jax.jit(partial(select_positions, k=k)).trace(*shapes)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("topk_count") and text.count("topk_gather")
+    assert "top_k" not in text
+    sorts = re.findall(r"stablehlo.sort.*?\) -> \(tensor<(\w+)xui32>", text, re.DOTALL)
+    assert sorts == [f"{rows}x{k}"]
+
+
+def test_declared_bytes_are_what_the_kernels_move(moved: dict[str, list[int]]) -> None:
+    """All but those of the last sort, which is XLA's. Of columns that tie, no more than k are written."""
+    rows, columns, k = 3, 5000, 300
+    scores = np.random.default_rng(4).integers(-2, 3, (rows, columns)).astype(np.float32)
+    select = jax.jit(partial(select_positions, k=k, backend="interpret"))
+    for visible in (columns - 10, 2500):
+        jax.block_until_ready(select(scores, np.full(rows, visible, np.int32)))
+        jax.effects_barrier()
+        declared, in_sort = cost(rows, columns, visible, k), 8 * rows * k
+        assert sum(moved["read"]) == declared.bytes_read - in_sort
+        assert sum(moved["written"]) == declared.bytes_written - in_sort
+        moved.update(read=[], written=[])
+
+
+def test_short_rows_cost_their_sort() -> None:
+    assert cost(2, 1000, 10, 64) == (4 * 2 * 1000, 8 * 2 * 64, 0)
+
+
+@pytest.fixture
+def moved(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
+    """Bytes that kernels traced from here on load ("read") and store ("written"), masked elements not counted."""
+    moved: dict[str, list[int]] = {"read": [], "written": []}
+
+    def count(way: str, block: jax.Array, mask: jax.Array | None) -> None:
+        elements = jnp.sum(jnp.broadcast_to(True if mask is None else mask, block.shape))
+        jax.debug.callback(lambda n: moved[way].append(int(n) * block.dtype.itemsize), elements)
+
+    def load(ref, *indices, mask=None, other=0):
+        block = plain_load(ref, *indices, mask=mask, other=other)
+        count("read", block, mask)
+        return block
+
+    def store(ref, *indices, value, mask=None):
+        count("written", value, mask)
+        plain_store(ref, *indices, value=value, mask=mask)
+
+    plain_load, plain_store = tiles.load, tiles.store
+    monkeypatch.setattr(tiles, "load", load)
+    monkeypatch.setattr(tiles, "store", store)
+    return moved

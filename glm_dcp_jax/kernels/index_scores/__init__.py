@@ -1,5 +1,46 @@
-"""Lightning-indexer scores of queries against index keys."""
+"""Lightning-indexer scores of queries against index keys: of keys in a row, or of a request's keys in their pages."""
 
-from glm_dcp_jax.kernels.index_scores.reference import index_scores, row_bytes
+from functools import partial
 
-__all__ = ["index_scores", "row_bytes"]
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped
+
+from glm_dcp_jax.cache.records import IndexKeyFormat
+from glm_dcp_jax.kernels.dispatch import Backend, dispatch
+from glm_dcp_jax.kernels.index_scores import reference, triton
+from glm_dcp_jax.kernels.index_scores.reference import Paging, index_scores, row_bytes
+
+__all__ = ["index_scores", "paged_index_scores", "row_bytes"]
+
+
+def paged_index_scores(
+    q: Float[Array, "N S I D"],
+    head_weights: Float[Array, "N S I"],
+    pool: Shaped[Array, "full *pool"],
+    layer: Int[Array, ""] | int,
+    page_table: Int[Array, "N P"],
+    visible: Int[Array, "N S"],
+    index: IndexKeyFormat,
+    page_tokens: int,
+    block_size: int,
+    backend: Backend = "auto",
+) -> Float[Array, "N S P*page_tokens"]:
+    """float32 scores of each row against its request's first `visible` keys, -inf behind; see `index_scores`.
+
+    pool: as `index.pool_shape` says; a page of the table is page_tokens / block_size consecutive blocks of it, keys in
+    position order. layer: the Full layer's number in the pool; may be traced. Pages that no row sees are not read, and
+    negative ones read page 0. Keys are multiplied in q's dtype, bfloat16 or float32, and summed in float32. On
+    GPUs a product that is NaN counts as 0.
+    """
+    paging = Paging(index, page_tokens, block_size)
+    return dispatch(
+        backend,
+        partial(reference.paged_index_scores, paging=paging),
+        partial(triton.paged_index_scores, paging=paging),
+        q,
+        head_weights,
+        pool,
+        jnp.asarray(layer, jnp.int32),
+        page_table,
+        visible,
+    )

@@ -1,11 +1,25 @@
 """Index scores in plain JAX."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, Shaped
+
+from glm_dcp_jax.cache.records import IndexKeyFormat
+from glm_dcp_jax.kernels.each_request import each_request
+from glm_dcp_jax.kernels.index_keys import gather_index_keys
 
 _ROWS_AT_ONCE = 16
 """Up to this many rows, all heads are scored by one product; above, head by head, which needs 1/I of the memory."""
+
+
+class Paging(NamedTuple):
+    """How keys lie in the pool: their format, the tokens of a page of the page table, and of a block of the pool."""
+
+    keys: IndexKeyFormat
+    page_tokens: int
+    block_size: int
 
 
 def row_bytes(rows: int, heads: int, columns: int) -> int:
@@ -34,3 +48,25 @@ def index_scores(
         zero = jnp.zeros((q.shape[0], keys.shape[0]), jnp.float32)
         scores, _ = jax.lax.scan(add_head, zero, (q.swapaxes(0, 1), head_weights.T))
     return jnp.where(scores == 0, 0.0, scores)
+
+
+def paged_index_scores(
+    q: Float[Array, "N S I D"],
+    head_weights: Float[Array, "N S I"],
+    pool: Shaped[Array, "full *pool"],
+    layer: Int[Array, ""],
+    page_table: Int[Array, "N P"],
+    visible: Int[Array, "N S"],
+    paging: Paging,
+) -> Float[Array, "N S P*page_tokens"]:
+    """See the op."""
+    _, rows, heads, width = q.shape
+    context = page_table.shape[1] * paging.page_tokens
+
+    def one_request(request_q: Array, request_w: Array, pages: Array, seen: Array) -> Array:
+        keys = gather_index_keys(pool, layer, pages[None], *paging, q.dtype)[0]
+        scores = index_scores(request_q, request_w, keys)
+        return jnp.where(jnp.arange(context) < seen[:, None], scores, -jnp.inf)
+
+    bytes_each = max(context * width * q.dtype.itemsize, rows * row_bytes(rows, heads, context))
+    return each_request(one_request, bytes_each, q, head_weights, page_table, visible)

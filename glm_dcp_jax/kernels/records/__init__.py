@@ -13,17 +13,9 @@ from jaxtyping import Array, Float, Int, Shaped
 from glm_dcp_jax.cache.records import RecordFormat
 from glm_dcp_jax.kernels.dispatch import Backend, dispatch
 from glm_dcp_jax.kernels.records import reference, triton
-from glm_dcp_jax.kernels.records.reference import commit_records, gather_pages, gather_records, write_records
+from glm_dcp_jax.kernels.records.reference import gather_pages
 
-__all__ = [
-    "commit_records",
-    "gather_pages",
-    "gather_records",
-    "pack_records",
-    "quantise_and_write",
-    "unpack_records",
-    "write_records",
-]
+__all__ = ["gather_pages", "pack_records", "unpack_records", "write_records"]
 
 
 def pack_records(
@@ -47,7 +39,7 @@ def unpack_records(
     return dispatch(backend, reference.unpack_records, triton.unpack_records, pool, planes, slots, packed)
 
 
-def quantise_and_write(
+def write_records(
     pool: Shaped[Array, "layers slots width"],
     planes: Int[Array, " P"],
     slots: Int[Array, " N"],
@@ -64,8 +56,8 @@ def quantise_and_write(
     scales = () if outer_scales is None else (outer_scales,)
     return dispatch(
         backend,
-        partial(reference.quantise_and_write, record=record),
-        partial(triton.quantise_and_write, record=record),
+        partial(reference.write_records, record=record),
+        partial(triton.write_records, record=record),
         pool,
         planes,
         slots,

@@ -6,13 +6,6 @@ from jaxtyping import Array, Float, Int, Shaped
 from glm_dcp_jax.cache.records import RecordFormat
 
 
-def gather_records(
-    pool: Shaped[Array, "layers slots width"], layer: Int[Array, ""] | int, slots: Int[Array, "*rows"]
-) -> Shaped[Array, "*rows width"]:
-    """One layer's records at `slots`. A negative slot reads the null page's first record: mask it afterwards."""
-    return pool[layer, jnp.maximum(slots, 0)]
-
-
 def gather_pages(
     pool: Shaped[Array, "layers slots width"],
     layer: Int[Array, ""] | int,
@@ -24,29 +17,6 @@ def gather_pages(
     paged = pool.reshape(layers, slots // page_size, page_size, width)
     found = paged[layer, jnp.maximum(pages, 0)]
     return found.reshape(pages.shape[0], pages.shape[1] * page_size, width)
-
-
-def write_records(
-    pool: Shaped[Array, "layers slots width"],
-    layer: Int[Array, ""] | int,
-    slots: Int[Array, " T"],
-    records: Shaped[Array, "T width"],
-) -> Shaped[Array, "layers slots width"]:
-    """Write one layer's records at `slots`; negative slots are skipped."""
-    return pool.at[layer, _past_the_end(slots, pool)].set(records, mode="drop")
-
-
-def commit_records(
-    pool: Shaped[Array, "layers slots width"],
-    slots: Int[Array, " T"],
-    records: Shaped[Array, "layers T width"],
-) -> Shaped[Array, "layers slots width"]:
-    """Write every layer's records of a step at `slots`; negative slots are skipped.
-
-    One write at the end of a step, after every read: then XLA updates the donated pool in place. A write between reads
-    that it cannot order makes it copy the whole pool.
-    """
-    return pool.at[:, _past_the_end(slots, pool)].set(records, mode="drop")
 
 
 def pack_records(
@@ -64,11 +34,15 @@ def unpack_records(
     slots: Int[Array, " N"],
     packed: Shaped[Array, "P N width"],
 ) -> Shaped[Array, "layers slots width"]:
-    """See the op."""
+    """See the op.
+
+    One write of every layer at the end of a step, after every read: then XLA updates the donated pool in place. A write
+    between reads that it cannot order makes it copy the whole pool.
+    """
     return pool.at[planes[:, None], _past_the_end(slots, pool)[None, :]].set(packed, mode="drop")
 
 
-def quantise_and_write(
+def write_records(
     pool: Shaped[Array, "layers slots width"],
     planes: Int[Array, " P"],
     slots: Int[Array, " N"],

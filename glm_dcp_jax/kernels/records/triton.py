@@ -25,7 +25,7 @@ def moved_rows(records: int, record_bytes: int) -> int:
 
 
 def encoded_rows(records: int) -> int:
-    """Records that a program of quantise_and_write encodes."""
+    """Records that a program of write_records encodes."""
     return min(_ENCODED_ROWS, tiles.next_power(records))
 
 
@@ -79,7 +79,7 @@ def unpack_records(
     )
 
 
-def quantise_and_write(
+def write_records(
     pool: Shaped[Array, "layers slots width"],
     planes: Int[Array, " P"],
     slots: Int[Array, " N"],
@@ -108,7 +108,7 @@ def quantise_and_write(
             _store_field(pool, rows, field, unit, parts.get(field.name))
 
     inputs = (planes, slots, latent, rope_key, *outer_scales)
-    return _as_stored(_launch(kernel, "quantise_and_write", step, units, interpret, *inputs, units), pool)
+    return _as_stored(_launch(kernel, "write_records", step, units, interpret, *inputs, units), pool)
 
 
 class _Rows(NamedTuple):

@@ -1,5 +1,6 @@
 """Absorbed MLA attention of each row over its own list of records."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax.numpy as jnp
@@ -32,27 +33,34 @@ def selected_attention(
     """Attention of absorbed queries over the pool's records at each row's slots, and over a few that are not in it yet.
 
     q: bfloat16 or float32, and the dtype that records are decoded to. pool: records of one plane (layer) each, as
-    `record` stores them. slots: int32, -1 for nothing; a slot that is listed twice counts twice. Kernels are fastest when
-    -1 comes last. outer_scale: float32, what decoded latents are multiplied by (nvfp4_ds_mla). current: this step's own
-    records, encoded, each row with those it may see (current_valid). shared_memory: bytes that a program of the GPU may
-    take; `tiling` uses what is there.
+    `record` stores them. slots: int32, -1 for nothing; a slot that is listed twice counts twice. Kernels are fastest
+    when -1 comes last. outer_scale: float32, what decoded latents are multiplied by (quantised records only). current:
+    this step's own records, encoded, and which of them each row sees (current_valid). shared_memory: bytes that a
+    program on the GPU may take; `tiling` makes use of them.
 
-    Returns the normalised output over latents and the natural-log LSE, both float32. A row without records gets output 0
-    and LSE -inf. What is not selected or not valid may hold anything, NaN included. Raises ValueError for arrays that do
-    not fit together.
+    Returns the normalised output over latents and the natural-log LSE, both float32. A row without records gets output
+    0 and LSE -inf. What is not selected or not valid may hold anything, NaN included. Raises ValueError for arrays that
+    do not fit together.
     """
     _check(q, pool, record, current, current_valid)
+    given = {"outer_scale": outer_scale, "current": current, "current_valid": current_valid}
+    optional = {name: array for name, array in given.items() if array is not None}
+
+    def named(op: Callable[..., tuple[Array, Array]]) -> Callable[..., tuple[Array, Array]]:
+        """Takes the optional arrays behind the others."""
+        return lambda q, pool, plane, slots, *more, **options: op(
+            q, pool, plane, slots, record, scale, **dict(zip(optional, more, strict=True)), **options
+        )
+
     return dispatch(
         backend,
-        partial(reference.selected_attention, record=record, scale=scale),
-        partial(triton.selected_attention, record=record, scale=scale, shared_memory=shared_memory),
+        named(reference.selected_attention),
+        partial(named(triton.selected_attention), shared_memory=shared_memory),
         q,
         pool,
         jnp.asarray(plane, jnp.int32),
         slots,
-        outer_scale,
-        current,
-        current_valid,
+        *optional.values(),
     )
 
 

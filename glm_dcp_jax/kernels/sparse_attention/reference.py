@@ -34,16 +34,15 @@ def selected_attention(
     pool: Shaped[Array, "planes slots width"],
     plane: Int[Array, ""],
     slots: Int[Array, "T K"],
-    outer_scale: Float[Array, ""] | None,
-    current: Shaped[Array, "T S width"] | None,
-    current_valid: Bool[Array, "T S"] | None,
-    *,
     record: RecordFormat,
     scale: float,
+    outer_scale: Float[Array, ""] | None = None,
+    current: Shaped[Array, "T S width"] | None = None,
+    current_valid: Bool[Array, "T S"] | None = None,
 ) -> tuple[Float[Array, "T H C"], Float[Array, "T H"]]:
     """See the op."""
     records, valid = pool[plane, jnp.maximum(slots, 0)], slots >= 0
-    if current is not None:
+    if current is not None and current_valid is not None:
         records = jnp.concatenate([records, current], axis=1)
         valid = jnp.concatenate([valid, current_valid], axis=1)
     decoded = record.decode(records, q.dtype, outer_scale)

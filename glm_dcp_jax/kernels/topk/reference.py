@@ -7,14 +7,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 
-def select_positions(scores: Float[Array, "S L"], visible: Int[Array, " S"], k: int) -> Int[Array, "S k"]:
-    """The k best of each row's first `visible` columns: score descending, then lowest position; -1 behind.
-
-    Rows with fewer than k visible columns select all of them. -0.0 in scores must already be +0.0.
-    """
+def select_positions(scores: Float[Array, "T L"], visible: Int[Array, " T"], k: int) -> Int[Array, "T k"]:
+    """See the op."""
     columns = jnp.arange(scores.shape[1])
-    masked = jnp.where((columns < visible[:, None]) & ~jnp.isnan(scores), scores, -jnp.inf)
-    _, positions = jax.lax.top_k(masked, min(k, scores.shape[1]))
+    shown = (columns < visible[:, None]) & ~jnp.isnan(scores)
+    _, positions = jax.lax.top_k(jnp.where(shown, scores, -jnp.inf), min(k, scores.shape[1]))
     positions = jnp.pad(positions, ((0, 0), (0, k - positions.shape[1])))
     return jnp.where(jnp.arange(k) < visible[:, None], positions, -1)
 
@@ -36,9 +33,9 @@ def select_mask(scores: Float[Array, "S L"], visible: Int[Array, " S"], k: int) 
     return above | (equal & (columns < stop[:, None]))
 
 
-def sortable(scores: Float[Array, "S L"]) -> UInt32[Array, "S L"]:
-    """Map float32 to uint32 so that order is kept and every number is above 0."""
-    bits = jax.lax.bitcast_convert_type(scores, jnp.int32)
+def sortable(scores: Float[Array, "*rows"]) -> UInt32[Array, "*rows"]:
+    """Map float32 to uint32 so that order is kept and every number is above 0; NaN is mapped as -inf."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(jnp.isnan(scores), -jnp.inf, scores), jnp.int32)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return jax.lax.bitcast_convert_type(ordered, jnp.uint32) ^ jnp.uint32(0x80000000)
 
@@ -51,6 +48,3 @@ def _largest(holds: Callable[[Array], Array], bits: int, rows: int) -> UInt32[Ar
         return jnp.where(holds(candidate), candidate, found)
 
     return jax.lax.fori_loop(0, bits, try_bit, jnp.zeros(rows, jnp.uint32))
-
-
-sorted_positions = select_positions
