@@ -1,6 +1,6 @@
 """The compiled step: one jitted function over (parameters, pools, batch), one shard_map inside."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -47,10 +47,7 @@ class CompiledSteps:
     _steps: dict[StepShape, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # Left to each op, `auto` would trace both of its implementations.
-        if self.settings.kernels == "auto":
-            on_cpu = self.mesh.devices.flat[0].platform == "cpu"
-            self.settings = replace(self.settings, kernels="reference" if on_cpu else "triton")
+        self.settings = self.settings.on(self.mesh.devices.flat[0])
 
     def get(self, wanted: StepShape, parameters: Any, pools: Pools) -> Any:
         """The executable for a shape: call it with (leaves, pools, block, logit_rows); pools are donated.

@@ -10,9 +10,10 @@ Per share group, always in this order:
 All functions run inside `shard_map`: arrays are one device's part. Every path gives the same answer.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -20,7 +21,11 @@ from glm_dcp_jax.cache.placement import Layout
 from glm_dcp_jax.cache.records import RecordFormat
 from glm_dcp_jax.kernels.dispatch import Backend
 from glm_dcp_jax.kernels.row_blocks import WORKSPACE_BYTES
+from glm_dcp_jax.kernels.sparse_attention.tiling import SHARED_MEMORY
 from glm_dcp_jax.parallel.batch import Block, Selection
+
+_SHARED_MEMORY = {9: 227 * 1024, 10: 227 * 1024}
+"""By compute capability's first number: Hopper and B200 have more than the least that is assumed."""
 
 Plan = Any
 Flight = Any
@@ -50,7 +55,7 @@ class AttentionSettings:
     """What all paths share: cache geometry and format, merge backend, softmax scale and sizes.
 
     gather_bytes: records that sparse prefill gathers at once. latent_scales: each layer's outer scale; None: all 1.
-    kernels: which implementation of the ops runs.
+    kernels: which implementation of the ops runs. shared_memory: bytes that a program of a kernel may take.
     """
 
     layout: Layout
@@ -62,6 +67,18 @@ class AttentionSettings:
     gather_bytes: int = WORKSPACE_BYTES
     latent_scales: tuple[float, ...] | None = None
     kernels: Backend = "auto"
+    shared_memory: int = SHARED_MEMORY
+
+    def on(self, device: jax.Device) -> "AttentionSettings":
+        """The settings with what the device decides: `auto` kernels, and its shared memory.
+
+        Left to each op, `auto` would trace both of its implementations.
+        """
+        if device.platform == "cpu":
+            return replace(self, kernels="reference") if self.kernels == "auto" else self
+        kernels = "triton" if self.kernels == "auto" else self.kernels
+        major = int(device.compute_capability.split(".")[0])
+        return replace(self, kernels=kernels, shared_memory=_SHARED_MEMORY.get(major, SHARED_MEMORY))
 
     def outer_scale(self, layer: Int[Array, ""] | int) -> Float[Array, ""] | None:
         """What the latents of a layer are divided by before they are encoded; None for nothing."""

@@ -15,7 +15,7 @@ from glm_dcp_jax.kernels.each_request import each_request
 from glm_dcp_jax.kernels.masked_attention import absorbed_attention, expanded_attention
 from glm_dcp_jax.kernels.records import gather_pages
 from glm_dcp_jax.kernels.row_blocks import map_row_blocks
-from glm_dcp_jax.kernels.sparse_attention import selected_attention
+from glm_dcp_jax.kernels.sparse_attention import sparse_attention
 from glm_dcp_jax.parallel.attention import AttentionLayer, AttentionSettings, Queries, Stationary
 from glm_dcp_jax.parallel.batch import Block, Selection
 from glm_dcp_jax.parallel.merge import gather_heads, merge_partials
@@ -177,7 +177,7 @@ def _attend_selected(
         def one_request(request_q: Array, records: Array, chosen: Array) -> tuple[Array, Array]:
             def rows(block_q: Array, block_slots: Array) -> tuple[Array, Array]:
                 pool = records[None]
-                return selected_attention(
+                return sparse_attention(
                     block_q, pool, 0, block_slots, decoded, settings.scale, backend="reference"
                 )
 
@@ -191,7 +191,7 @@ def _attend_selected(
         """All requests' rows at once over their contexts laid in a line: the kernel gathers nothing."""
         first = jnp.arange(requests)[:, None, None] * length
         line = jnp.where(slots < 0, -1, slots + first).reshape(-1, slots.shape[2])
-        out, lse = selected_attention(
+        out, lse = sparse_attention(
             q.reshape(-1, *q.shape[2:]),
             context.reshape(1, requests * length, width),
             0,
@@ -199,6 +199,7 @@ def _attend_selected(
             decoded,
             settings.scale,
             backend="interpret" if interpret else "triton",
+            shared_memory=settings.shared_memory,
         )
         return out.reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3])
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from glm_dcp_jax.kernels.sparse_attention import selected_attention
+from glm_dcp_jax.kernels.sparse_attention import sparse_attention
 from glm_dcp_jax.parallel.attention import AttentionLayer, AttentionSettings, Queries, Stationary
 from glm_dcp_jax.parallel.batch import Block, Selection
 from glm_dcp_jax.parallel.merge import gather_heads, merge_partials
@@ -18,7 +18,7 @@ from glm_dcp_jax.parallel.mesh import DCP
 
 
 class OwnedSelection(NamedTuple):
-    """slots: [T, K] int32, this rank's pool slots of committed selected records, -1 for others.
+    """slots: [T, K] int32, this rank's pool slots of committed selected records, with -1 behind (W > 1) or among them.
 
     current: [T, S] bool, which of the request's current rows are selected and owned here.
     """
@@ -51,7 +51,10 @@ class QueriesDecode(Stationary):
         here = block.valid & (layout.owner(block.positions) == rank)
         taken = (chosen[:, :, :, None] == block.positions[:, None, None, :]).any(axis=2)
         current = taken & here[:, None, :]
-        return OwnedSelection(slots.reshape(requests * rows, -1), current.reshape(requests * rows, rows))
+        slots = slots.reshape(requests * rows, -1)
+        if layout.world > 1:
+            slots = _packed(slots)
+        return OwnedSelection(slots, current.reshape(requests * rows, rows))
 
     def attend(
         self,
@@ -68,7 +71,7 @@ class QueriesDecode(Stationary):
         q = absorb(queries, layer)
         q = q.reshape(requests * rows, *q.shape[2:])
         alone = settings.layout.world == 1
-        out, lse = selected_attention(
+        out, lse = sparse_attention(
             q if alone else gather_heads(q),
             flight,
             layer.number,
@@ -79,10 +82,19 @@ class QueriesDecode(Stationary):
             own,
             plan.current,
             settings.kernels,
+            settings.shared_memory,
         )
         if not alone:
             out = merge_partials(out, lse, settings.comm_backend)
         return expand_values(out, layer, dtype).reshape(requests, rows, out.shape[1], -1)
+
+
+def _packed(slots: Int[Array, "T K"]) -> Int[Array, "T K"]:
+    """Each row's slots in their order, -1 behind: a kernel stops at the last one, and a rank owns one in W."""
+    valid = slots >= 0
+    place = jnp.where(valid, jnp.cumsum(valid, axis=1) - 1, slots.shape[1])
+    row = jnp.arange(slots.shape[0])[:, None]
+    return jnp.full_like(slots, -1).at[row, place].set(slots, mode="drop")
 
 
 def absorb(queries: Queries, layer: AttentionLayer) -> Float[Array, "N S h CR"]:

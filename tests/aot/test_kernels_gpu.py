@@ -13,7 +13,7 @@ from glm_dcp_jax.cache.records import IndexKeyFormat, RecordFormat
 from glm_dcp_jax.kernels.index_keys import write_index_keys
 from glm_dcp_jax.kernels.records import pack_records, unpack_records, write_records
 from glm_dcp_jax.kernels.selection import select_paged
-from glm_dcp_jax.kernels.sparse_attention import selected_attention
+from glm_dcp_jax.kernels.sparse_attention import sparse_attention
 
 TARGETS = {"H200": "sm_90a", "B200": "sm_100a", "RTX-PRO-6000": "sm_120"}
 SHARED_MEMORY = {"H200": 227 * 1024, "B200": 227 * 1024, "RTX-PRO-6000": 99 * 1024}
@@ -68,7 +68,7 @@ def moves(record: RecordFormat) -> tuple[Callable, tuple]:
 
 def attention(record: RecordFormat, heads: int) -> tuple[Callable, tuple]:
     def run(q, pool, plane, slots, current, current_valid):
-        return selected_attention(
+        return sparse_attention(
             q, pool, plane, slots, record, 1 / 16, None, current, current_valid, backend="triton"
         )
 

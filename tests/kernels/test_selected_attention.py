@@ -17,7 +17,7 @@ from glm_dcp_jax.cache.records import RecordFormat
 from glm_dcp_jax.kernels import record_tiles, tiles
 from glm_dcp_jax.kernels.combine import combine
 from glm_dcp_jax.kernels.cost import Cost
-from glm_dcp_jax.kernels.sparse_attention import selected_attention
+from glm_dcp_jax.kernels.sparse_attention import sparse_attention
 from glm_dcp_jax.kernels.sparse_attention.cost import cost
 from glm_dcp_jax.kernels.sparse_attention.tiling import SHARED_MEMORY, tiling
 
@@ -86,7 +86,7 @@ def compiled(case: Case, backend: str) -> Callable[..., tuple[jax.Array, jax.Arr
         scale, own = (more[0], more[1:]) if case.scales else (None, more)
         current, valid = own or (None, None)
         options = {"backend": backend, "shared_memory": case.shared_memory}
-        return selected_attention(q, pool, plane, slots, case.record, SCALE, scale, current, valid, **options)
+        return sparse_attention(q, pool, plane, slots, case.record, SCALE, scale, current, valid, **options)
 
     return jax.jit(run)
 
@@ -363,7 +363,7 @@ def test_byte_pools_beyond_32_bit_offsets_are_refused_and_words_are_not() -> Non
     def shape(record: RecordFormat, slots: int) -> tuple:
         q = jax.ShapeDtypeStruct((1, 1, record.latent_width + record.rope_width), BFLOAT16)
         pool = jax.ShapeDtypeStruct((78, slots, record.width), np.uint8)
-        run = partial(selected_attention, record=record, scale=SCALE, backend="interpret")
+        run = partial(sparse_attention, record=record, scale=SCALE, backend="interpret")
         return jax.eval_shape(run, q, pool, 0, jax.ShapeDtypeStruct((1, 8), np.int32))[0].shape
 
     assert shape(RecordFormat.sized("nvfp4_ds_mla", 512, 64, 128), 2**20) == (1, 1, 512)
@@ -374,7 +374,7 @@ def test_byte_pools_beyond_32_bit_offsets_are_refused_and_words_are_not() -> Non
 def test_arrays_that_do_not_fit_together_are_refused() -> None:
     case = CASES[2]
     q, pool, plane, slots, own = random_problem(case, 1, ["all"])
-    run = partial(selected_attention, record=case.record, scale=SCALE, backend="reference")
+    run = partial(sparse_attention, record=case.record, scale=SCALE, backend="reference")
     with pytest.raises(ValueError, match="q has 19 columns"):
         run(q[..., :-1], pool, plane, slots)
     with pytest.raises(ValueError, match="bfloat16 is 20 x bfloat16"):

@@ -12,12 +12,10 @@ from glm_dcp_jax.kernels.sparse_attention import reference, triton
 from glm_dcp_jax.kernels.sparse_attention.reference import attend_gathered
 from glm_dcp_jax.kernels.sparse_attention.tiling import SHARED_MEMORY
 
-sparse_attention = attend_gathered
-
-__all__ = ["attend_gathered", "selected_attention", "sparse_attention"]
+__all__ = ["attend_gathered", "sparse_attention"]
 
 
-def selected_attention(
+def sparse_attention(
     q: Float[Array, "T H CR"],
     pool: Shaped[Array, "planes slots width"],
     plane: Int[Array, ""] | int,
@@ -54,8 +52,8 @@ def selected_attention(
 
     return dispatch(
         backend,
-        named(reference.selected_attention),
-        partial(named(triton.selected_attention), shared_memory=shared_memory),
+        named(reference.sparse_attention),
+        partial(named(triton.sparse_attention), shared_memory=shared_memory),
         q,
         pool,
         jnp.asarray(plane, jnp.int32),

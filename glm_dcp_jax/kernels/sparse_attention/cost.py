@@ -1,4 +1,4 @@
-"""What `selected_attention` moves and computes."""
+"""What `sparse_attention` moves and computes."""
 
 import jax.numpy as jnp
 from jaxtyping import DTypeLike

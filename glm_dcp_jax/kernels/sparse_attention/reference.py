@@ -29,7 +29,7 @@ def attend_gathered(
     return out[:, :, :latent_width], lse
 
 
-def selected_attention(
+def sparse_attention(
     q: Float[Array, "T H CR"],
     pool: Shaped[Array, "planes slots width"],
     plane: Int[Array, ""],

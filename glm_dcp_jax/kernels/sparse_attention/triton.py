@@ -20,7 +20,7 @@ from glm_dcp_jax.kernels.combine import combine
 from glm_dcp_jax.kernels.sparse_attention.tiling import Tiling, tiling
 
 
-def selected_attention(
+def sparse_attention(
     q: Float[Array, "T H CR"],
     pool: Shaped[Array, "planes slots width"],
     plane: Int[Array, ""],
