@@ -15,6 +15,8 @@ FP8_GROUP = 128
 """Latent values that share a float32 scale in fp8_ds_mla."""
 NVFP4_GROUP = 16
 """Latent values that share an E4M3 scale in nvfp4_ds_mla."""
+_FLOATS = ("float32", "bfloat16", "float16")
+
 NVFP4_GAP = 16
 """Bytes between scales and roped key in nvfp4_ds_mla: zero, or the roped key's scale in front of zeros."""
 
@@ -33,7 +35,7 @@ class Field:
         """Bytes of the field; two e2m1 elements share one."""
         if self.kind == "e2m1":
             return self.count // 2
-        return self.count * {"float32": 4, "bfloat16": 2}.get(self.kind, 1)
+        return self.count * (jnp.dtype(self.kind).itemsize if self.kind in _FLOATS else 1)
 
 
 @dataclass(frozen=True)
@@ -95,21 +97,23 @@ class RecordFormat:
     def sized(
         name: str, latent: int, rope: int, index_width: int, rope_kind: str = "bfloat16"
     ) -> "RecordFormat":
-        """A format at any sizes; see `named`."""
-        if name in ("float32", "bfloat16"):
+        """A format at any sizes; see `named`. float16 is one too: what float16 arithmetic decodes records to."""
+        if name in _FLOATS:
             fields = _laid_out(("latent", name, latent), ("rope", name, rope))
             return RecordFormat(name, latent, rope, fields, IndexKeyFormat(name, index_width))
         if name == "fp8_ds_mla":
             scales = ("latent_scales", "float32", -(-latent // FP8_GROUP))
             fields = _laid_out(("latent", "e4m3", latent), scales, ("rope", "bfloat16", rope))
-        else:
+        elif name == "nvfp4_ds_mla":
             fields = _nvfp4_fields(latent, rope, rope_kind)
+        else:
+            raise ConfigError(f"there is no record format {name!r}")
         return RecordFormat(name, latent, rope, fields, IndexKeyFormat("e4m3", index_width))
 
     @property
     def quantised(self) -> bool:
         """Whether records are bytes of several fields, rather than plain floats."""
-        return self.name not in ("float32", "bfloat16")
+        return self.name not in _FLOATS
 
     @property
     def dtype(self) -> DTypeLike:

@@ -99,9 +99,11 @@ def _packed(slots: Int[Array, "T K"]) -> Int[Array, "T K"]:
 
 def absorb(queries: Queries, layer: AttentionLayer) -> Float[Array, "N S h CR"]:
     """q_nope folded with the key expansion into latent space, the roped part behind; accumulated in float32."""
-    latent = jnp.einsum(
-        "nshd,hdc->nshc", queries.nope, layer.key_expansion, preferred_element_type=jnp.float32
-    )
+    requests, rows, heads, width = queries.nope.shape
+    by_head = queries.nope.reshape(requests * rows, heads, width).swapaxes(0, 1)
+    # As an einsum over "nshd" XLA:CPU would turn the product around, into a form that it lacks for bfloat16.
+    latent = jnp.einsum("hmd,hdc->hmc", by_head, layer.key_expansion, preferred_element_type=jnp.float32)
+    latent = latent.swapaxes(0, 1).reshape(requests, rows, heads, -1)
     return jnp.concatenate([latent.astype(queries.rope.dtype), queries.rope], axis=-1)
 
 

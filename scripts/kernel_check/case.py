@@ -23,8 +23,8 @@ class Sizes:
 
     records: the record formats. rows: query tokens of a decode step. heads: query heads of one device. selected: top-k.
     tokens: of the context, and slots of a pool's layer. full_layers: those with an indexer. shared_layers: planes that
-    travel together. prefill: rows of a chunk that is written. pool_bytes: what one pool of records may take. calls: most
-    calls of an op in one iteration of a timing loop. shared_memory: of a program of attention on the GPU, in bytes.
+    travel together. prefill: rows of a chunk that is written. pool_bytes: what one pool of records may take. calls:
+    most calls of an op in an iteration of a timing loop. shared_memory: of a program of attention on the GPU, in bytes.
     """
 
     records: tuple[RecordFormat, ...]
@@ -60,6 +60,23 @@ def record_formats(latent: int = 512, rope: int = 64, index_width: int = 128) ->
     )
 
 
+def tiny_sizes() -> Sizes:
+    """For a rehearsal, whose kernels are interpreted."""
+    plain, *_, smallest = record_formats(latent=32, rope=16, index_width=32)
+    return Sizes(
+        records=(plain, smallest),
+        rows=(2,),
+        heads=(4,),
+        selected=16,
+        index_heads=4,
+        tokens=256,
+        full_layers=2,
+        prefill=8,
+        pool_bytes=MIB // 2,
+        calls=2,
+    )
+
+
 def format_name(record: RecordFormat) -> str:
     """Tells the two layouts of nvfp4_ds_mla apart."""
     return f"{record.name}, fp8 rope" if record.has("rope_scale") else record.name
@@ -77,13 +94,13 @@ class Resident:
 class Case:
     """One op at one shape.
 
-    op, shape: what the report calls it. rotated_bytes: of the resident arrays that the calls of a timing loop take turns
-    on. calls: how many calls fit into them. place: what call number n is given of them, as in `run`; number 0 is the
-    last place. fixed: inputs that are the same in every call. fresh: small ones that each iteration has anew; awkward
-    ones have what the op must cope with: skipped slots, the last slot, short rows. run: the op, (place, fixed, fresh,
-    backend) to its result. in_place: whether the result is the resident array, changed. expected: what `differences`
-    compares with beyond the op's reference; computed op by op on the CPU. differences: (resident, fixed, fresh,
-    expected, backend) to figures by name, none of which may exceed its limit.
+    op, shape: what the report calls it. rotated_bytes: of the resident arrays that a timing loop's calls take turns on.
+    calls: how many places for calls there are in them. place: (resident, number) to what a call is given of them;
+    number 0 is their last place. fixed: inputs that are the same in every call. fresh: small ones that each iteration
+    has anew; awkward ones have what the op must cope with: skipped slots, the last slot, short rows. run: the op,
+    (place, fixed, fresh, backend) to its result. in_place: whether that is the resident array, changed. expected: what
+    results are compared with, of (fixed, fresh), where it is to be computed on the CPU, whose divisions are exact.
+    differences: (resident, fixed, fresh, expected, backend) to figures by name, each within its limit if all is well.
     """
 
     op: str
@@ -99,7 +116,7 @@ class Case:
     differences: Callable[..., dict[str, Array]]
     limits: Mapping[str, float]
     in_place: bool = False
-    expected: Callable[[Any, Any], Any] = lambda fixed, fresh: ()
+    expected: Callable[[Any, Any], Array] | None = None
 
     @property
     def name(self) -> str:

@@ -7,7 +7,7 @@ from glm_dcp_jax.kernels.index_scores.cost import cost as index_scores_cost
 from glm_dcp_jax.kernels.records import pack_records, unpack_records, write_records
 from glm_dcp_jax.kernels.records.cost import pack_cost, write_cost
 from glm_dcp_jax.kernels.selection import select_paged
-from glm_dcp_jax.kernels.sparse_attention import selected_attention as sparse_attention
+from glm_dcp_jax.kernels.sparse_attention import sparse_attention
 from glm_dcp_jax.kernels.sparse_attention.cost import cost as sparse_attention_cost
 from glm_dcp_jax.kernels.topk import select_positions
 from glm_dcp_jax.kernels.topk.cost import cost as topk_cost

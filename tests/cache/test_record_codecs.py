@@ -72,6 +72,10 @@ class TestBytes:
         with pytest.raises(ConfigError, match="kv_lora_rank 33 is odd.* use fp8_ds_mla"):
             RecordFormat.sized("nvfp4_ds_mla", 33, 8, 16)
 
+    def test_other_names_are_no_formats(self):
+        with pytest.raises(ConfigError, match="there is no record format 'float8'"):
+            RecordFormat.sized("float8", 512, 64, 128)
+
     @pytest.mark.parametrize("kind", QUANTISED)
     def test_gaps_are_zero(self, kind):
         record = full_size(*kind)

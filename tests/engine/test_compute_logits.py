@@ -5,6 +5,9 @@ import pytest
 from numpy_reference import NumpyReference, load_checkpoint
 from tiny import CONFIG, GREEDY, PROMPT, SETTINGS, random_prompts, tiny_llm
 
+from glm_dcp_jax import SamplingParams
+from glm_dcp_jax.parallel import prefill
+
 MAX_MODEL_LEN, VOCABULARY = SETTINGS["max_model_len"], CONFIG["vocab_size"]
 
 
@@ -23,11 +26,25 @@ def test_every_positions_logits_equal_the_oracles(llm, directory, length):
         ({"dtype": "bfloat16"}, 0.5),
         ({"dtype": "float16"}, 0.06),
         ({"dtype": "float32", "kv_cache_dtype": "bfloat16"}, 0.2),
+        ({"dtype": "float32", "kv_cache_dtype": "fp8_ds_mla"}, 2.0),
+        ({"dtype": "float32", "kv_cache_dtype": "nvfp4_ds_mla"}, 6.0),
+        ({"dtype": "float32", "kv_cache_dtype": "nvfp4_ds_mla", "nvfp4_rope_dtype": "fp8"}, 6.0),
     ],
-    ids=["bfloat16", "float16", "bfloat16 records"],
+    ids=[
+        "bfloat16",
+        "float16",
+        "bfloat16 records",
+        "fp8 records",
+        "nvfp4 records",
+        "nvfp4 records, fp8 rope",
+    ],
 )
-def test_narrow_types_stay_close_where_no_choice_can_flip(directory, settings, tolerance):
+@pytest.mark.parametrize("dense_context", [0, 10**6], ids=["positions", "mask"])
+def test_narrow_types_stay_close_where_no_choice_can_flip(
+    directory, settings, tolerance, dense_context, monkeypatch
+):
     """With every position and every expert chosen, rounding moves logits by about the type's precision."""
+    monkeypatch.setattr(prefill, "DENSE_CONTEXT", dense_context)
     everything = {"index_topk": 128, "num_experts_per_tok": CONFIG["n_routed_experts"]}
     llm = tiny_llm(directory, hf_overrides=everything, **settings)
     (ids,) = random_prompts(70, seed=6)
@@ -76,3 +93,25 @@ def test_a_busy_engine_is_refused_and_goes_on(llm, greedy):
     while llm.engine.has_unfinished:
         outputs += llm.engine.step()
     assert outputs[-1].outputs[0].token_ids == greedy
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tp", "dcp", "path"),
+    [("bfloat16", 1, 1, "context"), ("bfloat16", 4, 2, "queries"), ("float16", 2, 2, "context")],
+)
+def test_narrow_types_run_every_kind_of_step(devices, directory, dtype, tp, dcp, path):
+    """Some products of narrow types do not exist on every platform: chunks of each size, and batches of each size."""
+    devices(tp)
+    llm = tiny_llm(
+        directory,
+        dtype=dtype,
+        tensor_parallel_size=tp,
+        decode_context_parallel_size=dcp,
+        dcp_prefill_path=path,
+        precompile_bs_paddings=(1, 4),
+    )
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    prompts = random_prompts(3, 20, 70)
+    together = [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
+    alone = [llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids for prompt in prompts]
+    assert [len(tokens) for tokens in together] == [3, 3, 3] == [len(tokens) for tokens in alone]
