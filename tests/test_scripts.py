@@ -64,7 +64,14 @@ def test_arguments_are_handed_on(checkout):
     served = checkout.run("serve", "a model", "--port", "1")
     assert served.stdout == "-m glm_dcp_jax.serve a model --port 1\n"
     tested = checkout.run("test", "-k", "a or b")
-    assert tested.stdout == "-m pytest -k a or b\n"
+    assert tested.stdout == "-m pytest -n 2 --dist loadgroup -k a or b\n"
+
+
+@pytest.mark.parametrize(
+    "chosen", ["pyproject.toml", "tests/x.py::test", "-s", "--pdb", "-n0", "--platform=gpu"]
+)
+def test_chosen_tests_run_in_one_process(checkout, chosen):
+    assert checkout.run("test", chosen).stdout == f"-m pytest {chosen}\n"
 
 
 def test_the_first_start_installs_and_the_second_does_not(checkout):
