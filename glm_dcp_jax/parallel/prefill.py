@@ -14,8 +14,8 @@ from glm_dcp_jax.kernels.dispatch import dispatch
 from glm_dcp_jax.kernels.each_request import each_request
 from glm_dcp_jax.kernels.masked_attention import absorbed_attention, expanded_attention
 from glm_dcp_jax.kernels.records import gather_pages
-from glm_dcp_jax.kernels.row_blocks import map_row_blocks
-from glm_dcp_jax.kernels.sparse_attention import sparse_attention
+from glm_dcp_jax.kernels.row_blocks import WORKSPACE_BYTES, map_row_blocks
+from glm_dcp_jax.kernels.sparse_attention import MOST_ROWS, sparse_attention
 from glm_dcp_jax.parallel.attention import AttentionLayer, AttentionSettings, Queries, Stationary
 from glm_dcp_jax.parallel.batch import Block, Selection
 from glm_dcp_jax.parallel.merge import gather_heads, merge_partials
@@ -188,19 +188,26 @@ def _attend_selected(
         return each_request(one_request, min(all_bytes, settings.gather_bytes), q, context, slots)
 
     def in_place(q: Array, context: Array, slots: Array, interpret: bool) -> tuple[Array, Array]:
-        """All requests' rows at once over their contexts laid in a line: the kernel gathers nothing."""
+        """All requests' rows over their contexts laid in a line: the kernel gathers nothing. In blocks, which bound the
+        outputs that are in flight, and the grid."""
         first = jnp.arange(requests)[:, None, None] * length
         line = jnp.where(slots < 0, -1, slots + first).reshape(-1, slots.shape[2])
-        out, lse = sparse_attention(
-            q.reshape(-1, *q.shape[2:]),
-            context.reshape(1, requests * length, width),
-            0,
-            line,
-            decoded,
-            settings.scale,
-            backend="interpret" if interpret else "triton",
-            shared_memory=settings.shared_memory,
-        )
+        pool = context.reshape(1, requests * length, width)
+
+        def rows(block_q: Array, block_slots: Array) -> tuple[Array, Array]:
+            return sparse_attention(
+                block_q,
+                pool,
+                0,
+                block_slots,
+                decoded,
+                settings.scale,
+                backend="interpret" if interpret else "triton",
+                shared_memory=settings.shared_memory,
+            )
+
+        bytes_per_row = max(8 * q.shape[2] * settings.latent_width, WORKSPACE_BYTES // MOST_ROWS)
+        out, lse = map_row_blocks(rows, bytes_per_row, q.reshape(-1, *q.shape[2:]), line)
         return out.reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3])
 
     return dispatch(settings.kernels, gathered, in_place, q, context, slots)

@@ -371,6 +371,15 @@ def test_byte_pools_beyond_32_bit_offsets_are_refused_and_words_are_not() -> Non
         shape(RecordFormat.sized("nvfp4_ds_mla", 24, 3, 8), 2**20)
 
 
+def test_more_rows_than_a_grid_takes_are_refused() -> None:
+    record = RecordFormat.sized("bfloat16", 16, 4, 8)
+    shapes = [((65_536, 1, 20), BFLOAT16), ((1, 64, 20), BFLOAT16), ((65_536, 8), np.int32)]
+    q, pool, slots = (jax.ShapeDtypeStruct(*shape) for shape in shapes)
+    run = partial(sparse_attention, record=record, scale=SCALE, backend="triton")
+    with pytest.raises(ValueError, match="65536 rows are more than a GPU's grid takes; .* at most 65535"):
+        jax.eval_shape(run, q, pool, 0, slots)
+
+
 def test_arrays_that_do_not_fit_together_are_refused() -> None:
     case = CASES[2]
     q, pool, plane, slots, own = random_problem(case, 1, ["all"])

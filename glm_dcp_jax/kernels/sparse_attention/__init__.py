@@ -12,7 +12,10 @@ from glm_dcp_jax.kernels.sparse_attention import reference, triton
 from glm_dcp_jax.kernels.sparse_attention.reference import attend_gathered
 from glm_dcp_jax.kernels.sparse_attention.tiling import SHARED_MEMORY
 
-__all__ = ["attend_gathered", "sparse_attention"]
+__all__ = ["MOST_ROWS", "attend_gathered", "sparse_attention"]
+
+MOST_ROWS = 65_535
+"""Rows that one call may have on a GPU, whose grids end there."""
 
 
 def sparse_attention(
@@ -41,6 +44,10 @@ def sparse_attention(
     do not fit together.
     """
     _check(q, pool, record, current, current_valid)
+    if q.shape[0] > MOST_ROWS and backend == "triton":
+        raise ValueError(
+            f"{q.shape[0]} rows are more than a GPU's grid takes; call with at most {MOST_ROWS} at a time"
+        )
     given = {"outer_scale": outer_scale, "current": current, "current_valid": current_valid}
     optional = {name: array for name, array in given.items() if array is not None}
 
