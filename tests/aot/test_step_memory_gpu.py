@@ -35,10 +35,8 @@ DECODE = ("decode", 8, 1, 8192)
 PREFILL = ("prefill", 1, 2048, 8192)
 CASES = {
     "8 x H200 dcp8 ag_rs decode": ("h200", ParallelConfig(8, 8, "ag_rs", "context"), DECODE),
-    "8 x H200 dcp8 context prefill": ("h200", ParallelConfig(8, 8, "ag_rs", "context"), PREFILL),
-    "8 x H200 dcp4 a2a decode": ("h200", ParallelConfig(8, 4, "a2a", "queries"), DECODE),
     "8 x H200 dcp4 queries prefill": ("h200", ParallelConfig(8, 4, "a2a", "queries"), PREFILL),
-    "4 x RTX PRO 6000 dcp4 ag_rs decode": ("rtx_pro_6000", ParallelConfig(4, 4, "ag_rs", "context"), DECODE),
+    "4 x RTX PRO 6000 dcp4 a2a decode": ("rtx_pro_6000", ParallelConfig(4, 4, "a2a", "context"), DECODE),
     "4 x RTX PRO 6000 dcp4 context prefill": (
         "rtx_pro_6000",
         ParallelConfig(4, 4, "ag_rs", "context"),

@@ -20,30 +20,24 @@ def test_every_positions_logits_equal_the_oracles(llm, directory, length):
     np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-4)
 
 
+NARROW = {
+    "bfloat16": ({"dtype": "bfloat16"}, 0.5),
+    "float16": ({"dtype": "float16"}, 0.06),
+    "bfloat16 records": ({"kv_cache_dtype": "bfloat16"}, 0.2),
+    "fp8 records": ({"kv_cache_dtype": "fp8_ds_mla"}, 2.0),
+    "nvfp4 records": ({"kv_cache_dtype": "nvfp4_ds_mla"}, 6.0),
+    "nvfp4 records, fp8 rope": ({"kv_cache_dtype": "nvfp4_ds_mla", "nvfp4_rope_dtype": "fp8"}, 6.0),
+}
+POSITIONS, MASK = 0, 10**6
+
+
 @pytest.mark.parametrize(
-    ("settings", "tolerance"),
-    [
-        ({"dtype": "bfloat16"}, 0.5),
-        ({"dtype": "float16"}, 0.06),
-        ({"dtype": "float32", "kv_cache_dtype": "bfloat16"}, 0.2),
-        ({"dtype": "float32", "kv_cache_dtype": "fp8_ds_mla"}, 2.0),
-        ({"dtype": "float32", "kv_cache_dtype": "nvfp4_ds_mla"}, 6.0),
-        ({"dtype": "float32", "kv_cache_dtype": "nvfp4_ds_mla", "nvfp4_rope_dtype": "fp8"}, 6.0),
-    ],
-    ids=[
-        "bfloat16",
-        "float16",
-        "bfloat16 records",
-        "fp8 records",
-        "nvfp4 records",
-        "nvfp4 records, fp8 rope",
-    ],
+    ("name", "dense_context"),
+    [*((name, POSITIONS) for name in NARROW), *((name, MASK) for name in ("bfloat16", "nvfp4 records"))],
 )
-@pytest.mark.parametrize("dense_context", [0, 10**6], ids=["positions", "mask"])
-def test_narrow_types_stay_close_where_no_choice_can_flip(
-    directory, settings, tolerance, dense_context, monkeypatch
-):
+def test_narrow_types_stay_close_where_no_choice_can_flip(directory, name, dense_context, monkeypatch):
     """With every position and every expert chosen, rounding moves logits by about the type's precision."""
+    settings, tolerance = NARROW[name]
     monkeypatch.setattr(prefill, "DENSE_CONTEXT", dense_context)
     everything = {"index_topk": 128, "num_experts_per_tok": CONFIG["n_routed_experts"]}
     llm = tiny_llm(directory, hf_overrides=everything, **settings)

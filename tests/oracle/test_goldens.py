@@ -16,6 +16,7 @@ LOGIT_TOLERANCE = {"tiny-a": 2e-4, "tiny-d": 4e-4}
 HIDDEN_TOLERANCE = 3e-4
 GREEDY_TOKENS = 32
 WHOLE = 400
+MOST_CHUNKS = 20
 
 FACTORS = {
     "model": ("tiny-a", "tiny-d"),
@@ -123,13 +124,16 @@ def check_greedy(llm: LLM, model: str) -> None:
         np.testing.assert_allclose(found, expected, rtol=0, atol=2 * LOGIT_TOLERANCE[model])
 
 
-def check(case: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def check(case: dict, monkeypatch: pytest.MonkeyPatch, everything: bool = False) -> None:
     # Which form prefill takes depends on the context's length; here every length takes the case's form.
     monkeypatch.setattr(prefill, "DENSE_CONTEXT", 10**6 if case["context_form"] == "mask" else 0)
     llm = load(case)
     check_greedy(llm, case["model"])
     for prompt in prompts_of(case["model"]):
-        check_inside(llm, case["model"], prompt)
+        steps = len(golden(case["model"])[f"p{prompt}_ids"]) // case["chunk"]
+        # The longest prompts in the smallest chunks take as long as all else, and decode has compared their logits.
+        if everything or steps <= MOST_CHUNKS:
+            check_inside(llm, case["model"], prompt)
     assert llm.engine.stats().cache_usage == 0, "pages are still held"
 
 
@@ -150,4 +154,4 @@ def test_golden(case, devices, monkeypatch):
 @pytest.mark.parametrize("case", product(), ids=name_of)
 def test_golden_full_product(case, devices, monkeypatch):
     devices(case["mesh"][0])
-    check(case, monkeypatch)
+    check(case, monkeypatch, everything=True)

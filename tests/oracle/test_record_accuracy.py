@@ -85,7 +85,9 @@ def measure(model: str, **flags) -> Agreement:
 
 
 @pytest.mark.parametrize("model", ["tiny-a", pytest.param("tiny-d", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "name", [*list(FORMATS)[:3], pytest.param("nvfp4_ds_mla fp8 rope", marks=pytest.mark.slow)]
+)
 def test_agreement_with_the_golden(devices, name, model):
     """Within a tenth of what was measured: sums in another order flip a few more selections."""
     devices(4)
