@@ -7,7 +7,9 @@ from glm_dcp_jax.config.errors import ConfigError
 COMM_BACKENDS = ("ag_rs", "a2a")
 PREFILL_PATHS = ("auto", "context", "queries")
 DECODE_PATHS = ("queries",)
-RECORD_FORMATS = ("auto", "float32", "bfloat16", "fp8_ds_mla", "nvfp4_ds_mla")
+RECORD_FORMATS = ("auto", "float32", "bfloat16", "fp8", "fp8_ds_mla", "nvfp4_ds_mla")
+RECORD_ALIASES = {"fp8": "fp8_ds_mla"}
+"""What vLLM makes of a shorter name for models of this family."""
 NVFP4_ROPE_DTYPES = ("bfloat16", "fp8")
 KERNELS = ("auto", "reference", "triton")
 GENERATION_CONFIGS = ("auto", "vllm")

@@ -55,7 +55,7 @@ FLAGS = (
     Flag("cp_kv_cache_interleave_size", "consecutive tokens kept on one rank"),
     Flag(
         "kv_cache_dtype",
-        "format of cached records; auto: the checkpoint's cache scheme, else as dtype",
+        "format of cached records; auto: the checkpoint's cache scheme, else as dtype; fp8: fp8_ds_mla",
         RECORD_FORMATS,
     ),
     Flag("nvfp4_rope_dtype", "roped key of nvfp4_ds_mla records: 432 or 368 bytes", NVFP4_ROPE_DTYPES),

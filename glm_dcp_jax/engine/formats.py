@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from glm_dcp_jax.cache.records import RecordFormat
 from glm_dcp_jax.config import CacheConfig, ConfigError, EngineConfig, ModelConfig
-from glm_dcp_jax.config.engine import RECORD_FORMATS
+from glm_dcp_jax.config.engine import RECORD_ALIASES, RECORD_FORMATS
 from glm_dcp_jax.config.outer_scales import load_outer_scales
 from glm_dcp_jax.kernels.dispatch import Backend
 
@@ -47,7 +47,7 @@ class Formats:
 def _record_name(cache: CacheConfig, model: ModelConfig, dtype: str) -> str:
     """auto: the checkpoint's cache scheme; without one bfloat16 beside bfloat16 arithmetic, else float32."""
     if cache.kv_cache_dtype != "auto":
-        return cache.kv_cache_dtype
+        return RECORD_ALIASES.get(cache.kv_cache_dtype, cache.kv_cache_dtype)
     if model.cache_scheme is None:
         return "bfloat16" if dtype == "bfloat16" else "float32"
     if model.cache_scheme not in RECORD_FORMATS:

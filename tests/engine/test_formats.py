@@ -30,6 +30,7 @@ def chosen(model: ModelConfig = GLM, on_cpu: bool = True, **flags) -> Formats:
         (True, {"dtype": "bfloat16"}, "bfloat16", "bfloat16"),
         (False, {"dtype": "float16"}, "float16", "float32"),
         (True, {"kv_cache_dtype": "nvfp4_ds_mla"}, "float32", "nvfp4_ds_mla"),
+        (True, {"kv_cache_dtype": "fp8"}, "float32", "fp8_ds_mla"),
     ],
 )
 def test_records_follow_the_arithmetic_where_nothing_is_said(on_cpu, flags, compute, record):
