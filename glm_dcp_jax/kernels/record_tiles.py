@@ -94,7 +94,7 @@ def load_latent(
     decode = _fp8_latent if tile.record.name == "fp8_ds_mla" else _nvfp4_latent
     parts, scale = decode(tile, columns)
     scale = scale if outer_scale is None else scale * outer_scale
-    return _weave([(part * scale).astype(dtype) for part in parts])
+    return tiles.weave([(part * scale).astype(dtype) for part in parts])
 
 
 def load_rope(tile: RecordTile, dtype: DTypeLike) -> Float[Array, "N columns"]:
@@ -110,7 +110,7 @@ def load_rope(tile: RecordTile, dtype: DTypeLike) -> Float[Array, "N columns"]:
         parts = [_bfloat16(words), _bfloat16(words >> 16)]
     else:
         parts = [_bfloat16(tile.integers("rope", 2, columns))]
-    return _weave([part.astype(dtype) for part in parts])
+    return tiles.weave([part.astype(dtype) for part in parts])
 
 
 def _fp8_latent(tile: RecordTile, columns: int) -> tuple[_Parts, Float[Array, "N units"]]:
@@ -128,7 +128,7 @@ def _fp8_latent(tile: RecordTile, columns: int) -> tuple[_Parts, Float[Array, "N
 def _nvfp4_latent(tile: RecordTile, columns: int) -> tuple[_Parts, Float[Array, "N units"]]:
     """Parts of the codes, and what each unit is to be multiplied by."""
     codes, groups = 2 * tile.unit, columns // NVFP4_GROUP
-    scale = _weave(_e4m3(tile.units("latent_scales", groups // tile.unit))) * _HALF_BIAS
+    scale = tiles.weave(_e4m3(tile.units("latent_scales", groups // tile.unit))) * _HALF_BIAS
     return _e2m1_halves(tile.units("latent", columns // codes)), _repeat(scale, NVFP4_GROUP // codes)
 
 
@@ -166,16 +166,8 @@ def _bfloat16(bits: Int[Array, "N n"]) -> Float[Array, "N n"]:
     return jax.lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
 
 
-def _weave(parts: list[Shaped[Array, "N n"]]) -> Shaped[Array, "N n*parts"]:
-    """The first element of each part, then the second of each, and so on. The number of parts is a power of two."""
-    if len(parts) == 1:
-        return parts[0]
-    pair = jnp.stack([_weave(parts[0::2]), _weave(parts[1::2])], axis=-1)
-    return pair.reshape(pair.shape[0], -1)
-
-
 def _unweave(woven: Shaped[Array, "N n"]) -> tuple[Shaped[Array, "N n/2"], Shaped[Array, "N n/2"]]:
-    """The two parts that `_weave` would make this of."""
+    """The two parts that `tiles.weave` would make this of."""
     even, odd = jnp.unstack(woven.reshape(woven.shape[0], -1, 2), axis=-1)
     return even, odd
 

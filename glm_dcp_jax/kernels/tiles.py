@@ -1,12 +1,13 @@
-"""Loads, stores and products of Pallas-Triton kernels, in the one form that lowers, compiles and is interpreted.
+"""What Pallas-Triton kernels load, store, multiply and reorder with: forms that lower, compile and are interpreted.
 
 Inside a kernel every array has sizes that are powers of two, and every index is an array: masks cut off what the real
 sizes lack. Kernels use these functions only, so that a test can count what they move and compute.
 """
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array
+from jaxtyping import Array, Shaped
 
 MIN_PRODUCT = 16
 """Smallest side of a matrix product that tensor cores take."""
@@ -32,3 +33,11 @@ def store(ref: jax.Ref, *indices: Array, value: Array, mask: Array | None = None
 def dot(a: Array, b: Array, transpose_b: bool = False) -> Array:
     """a [M, K] @ b [K, N] (b [N, K] when transposed) in float32; float32 inputs are multiplied exactly, not as TF32."""
     return plt.dot(a, b, trans_b=transpose_b, allow_tf32=False)
+
+
+def weave(parts: list[Shaped[Array, "N n"]]) -> Shaped[Array, "N n*parts"]:
+    """The first column of each part, then the second of each, and so on. The number of parts is a power of two."""
+    if len(parts) == 1:
+        return parts[0]
+    pairs = jnp.stack([weave(parts[0::2]), weave(parts[1::2])], axis=-1)
+    return pairs.reshape(pairs.shape[0], -1)

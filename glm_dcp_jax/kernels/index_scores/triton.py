@@ -179,18 +179,10 @@ def _load_quantised(
     mask = shown[:, None] & (column < width // unit)[None, :]
     place = slot[:, None] * (width // unit) + column[None, :]
     units = tiles.load(pool, plane[:, None], block[:, None], place, mask=mask)
-    codes = _woven([(units >> 8 * part).astype(jnp.uint8) for part in range(unit)])
+    codes = tiles.weave([(units >> 8 * part).astype(jnp.uint8) for part in range(unit)])
     bits = jnp.zeros(shown.shape, jnp.uint32)
     for part in range(4 // unit):
         place = (block_size * width + 4 * slot) // unit + part
         bits |= tiles.load(pool, plane, block, place, mask=shown).astype(jnp.uint32) << (8 * unit * part)
     keys = jax.lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
     return keys, jax.lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _woven(parts: list[Array]) -> Array:
-    """The first column of each part, then the second of each, and so on."""
-    if len(parts) == 1:
-        return parts[0]
-    pairs = jnp.stack([_woven(parts[0::2]), _woven(parts[1::2])], axis=-1)
-    return pairs.reshape(pairs.shape[0], -1)
