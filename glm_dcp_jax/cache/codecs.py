@@ -3,6 +3,8 @@
 All rounding is to nearest, ties to the even code. Everything is computed in float32.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
@@ -28,7 +30,7 @@ def divide(a: Float[Array, "..."], b: Array | float) -> Float[Array, "..."]:
 def to_bytes(values: Array) -> UInt8[Array, "*rows n"]:
     """The little-endian bytes of the last axis."""
     raw = jax.lax.bitcast_convert_type(values, jnp.uint8)
-    return raw.reshape(*values.shape[:-1], -1) if raw.ndim > values.ndim else raw
+    return _flat_behind(raw, values.ndim - 1) if raw.ndim > values.ndim else raw
 
 
 def from_bytes(raw: UInt8[Array, "*rows n"], dtype: jnp.dtype) -> Array:
@@ -71,7 +73,7 @@ def pack_nibbles(codes: UInt8[Array, "*rows n"]) -> UInt8[Array, "*rows n/2"]:
 
 def unpack_nibbles(packed: UInt8[Array, "*rows n"]) -> UInt8[Array, "*rows 2*n"]:
     """The inverse of `pack_nibbles`."""
-    return jnp.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
+    return _flat_behind(jnp.stack([packed & 15, packed >> 4], axis=-1), packed.ndim - 1)
 
 
 def encode_fp8_groups(values: Float[Array, "*rows n"], group: int) -> tuple[UInt8[Array, "*rows n"], Array]:
@@ -121,8 +123,13 @@ def _groups(values: Float[Array, "*rows n"], group: int) -> Float[Array, "*rows 
     values = values.astype(jnp.float32)
     short = -values.shape[-1] % group
     padded = jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, short)])
-    return padded.reshape(*values.shape[:-1], -1, group)
+    return padded.reshape(*values.shape[:-1], padded.shape[-1] // group, group)
 
 
 def _ungroup(grouped: Array, like: Array) -> Array:
-    return grouped.reshape(*like.shape[:-1], -1)[..., : like.shape[-1]]
+    return _flat_behind(grouped, like.ndim - 1)[..., : like.shape[-1]]
+
+
+def _flat_behind(array: Array, axes: int) -> Array:
+    """All axes behind the first few as one, whose size -1 could not name where there are no rows."""
+    return array.reshape(*array.shape[:axes], math.prod(array.shape[axes:]))

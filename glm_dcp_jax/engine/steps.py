@@ -1,5 +1,6 @@
 """The compiled step: one jitted function over (parameters, pools, batch), one shard_map inside."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -16,8 +17,12 @@ from glm_dcp_jax.parallel.attention import AttentionPath, AttentionSettings
 from glm_dcp_jax.parallel.batch import Block
 from glm_dcp_jax.parallel.prefill import ContextPrefill, QueriesPrefill
 from glm_dcp_jax.parallel.queries import QueriesDecode
+from glm_dcp_jax.parallel.records import BulkDecode, RecordsDecode
 
 Kind = Literal["decode", "prefill"]
+PathMaker = Callable[[AttentionSettings], AttentionPath]
+DECODE_PATHS: dict[str, PathMaker] = {"queries": QueriesDecode, "records": RecordsDecode, "bulk": BulkDecode}
+PREFILL_PATHS: dict[str, PathMaker] = {"context": ContextPrefill, "queries": QueriesPrefill}
 
 
 class StepShape(NamedTuple):
@@ -44,6 +49,7 @@ class CompiledSteps:
     shape: NetworkShape
     settings: AttentionSettings
     prefill_path: str
+    decode_path: str = "queries"
     _steps: dict[StepShape, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -90,8 +96,7 @@ class CompiledSteps:
         )
 
     def _path(self, kind: Kind) -> AttentionPath:
+        alone = self.settings.layout.world == 1
         if kind == "decode":
-            return QueriesDecode(self.settings)
-        return (
-            ContextPrefill(self.settings) if self.prefill_path == "context" else QueriesPrefill(self.settings)
-        )
+            return DECODE_PATHS["queries" if alone else self.decode_path](self.settings)
+        return PREFILL_PATHS[self.prefill_path](self.settings)

@@ -115,9 +115,12 @@ class ShareGroup(nnx.Module):
                 )
                 pairs = list(zip(context.paths, selections, context.blocks, strict=True))
                 plans = [path.plan(selection, block) for path, selection, block in pairs]
-                flights = [path.start(plan, ckv) for path, plan in zip(context.paths, plans, strict=True)]
+                group = first_layer + jnp.arange(len(self.layers), dtype=jnp.int32)
+                starts = zip(context.paths, plans, strict=True)
+                flights = [path.start(plan, ckv, group) for path, plan in starts]
             view = AttentionLayer(
                 number,
+                member,
                 layer.attention.key_expansion[...],
                 layer.attention.value_expansion[...],
             )

@@ -3,7 +3,7 @@
 Per share group, always in this order:
 
     plan          = path.plan(selection, block)      once, from the Full layer's selection
-    flight        = path.start(plan, ckv)            what may travel during the group
+    flight        = path.start(plan, ckv, layers)    what may travel during the group
     out           = path.attend(plan, flight, layer, queries, current)        once per layer
     value, flight = path.window(flight, layer, "attention"|"ffn", value)      before each all-reduce
 
@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from glm_dcp_jax.cache.placement import Layout
 from glm_dcp_jax.cache.records import RecordFormat
@@ -23,6 +23,7 @@ from glm_dcp_jax.kernels.dispatch import Backend
 from glm_dcp_jax.kernels.row_blocks import WORKSPACE_BYTES
 from glm_dcp_jax.kernels.sparse_attention.tiling import SHARED_MEMORY
 from glm_dcp_jax.parallel.batch import Block, Selection
+from glm_dcp_jax.parallel.exchange import Transport
 
 _SHARED_MEMORY = {9: 227 * 1024, 10: 227 * 1024}
 """By compute capability's first number: Hopper and B200 have more than the least that is assumed."""
@@ -40,12 +41,13 @@ class Queries(NamedTuple):
 
 
 class AttentionLayer(NamedTuple):
-    """What a path needs to know of a layer. number: its index into the pools. kv_b split per local head:
+    """What a path needs to know of a layer. number: its index into the pools. member: its index in its share group.
 
-    key_expansion: [h, nope, C], value_expansion: [h, v, C].
+    kv_b split per local head: key_expansion: [h, nope, C], value_expansion: [h, v, C].
     """
 
     number: Int[Array, ""] | int
+    member: int
     key_expansion: Float[Array, "h nope C"]
     value_expansion: Float[Array, "h v C"]
 
@@ -55,6 +57,7 @@ class AttentionSettings:
     """What all paths share: cache geometry and format, merge backend, softmax scale and sizes.
 
     gather_bytes: records that sparse prefill gathers at once. latent_scales: each layer's outer scale; None: all 1.
+    transport: how records are exchanged. exchange_bytes: what a device may hold of exchanged records.
     kernels: which implementation of the ops runs. shared_memory: bytes that a program of a kernel may take.
     """
 
@@ -66,6 +69,8 @@ class AttentionSettings:
     index_topk: int
     gather_bytes: int = WORKSPACE_BYTES
     latent_scales: tuple[float, ...] | None = None
+    transport: Transport = "direct"
+    exchange_bytes: int = 512 * 2**20
     kernels: Backend = "auto"
     shared_memory: int = SHARED_MEMORY
 
@@ -98,8 +103,8 @@ class AttentionPath(Protocol):
         """Owners and slots of a selection; serves all layers of the group."""
         ...
 
-    def start(self, plan: Plan, ckv: Float[Array, "layers slots width"]) -> Flight:
-        """Begin what can travel before it is needed. `ckv` holds what earlier steps committed."""
+    def start(self, plan: Plan, ckv: Shaped[Array, "layers slots width"], layers: Int[Array, " G"]) -> Flight:
+        """Begin what can travel before it is needed. `ckv` holds what earlier steps committed; layers: the group's."""
         ...
 
     def attend(
@@ -118,7 +123,7 @@ class AttentionPath(Protocol):
 class Stationary:
     """A path that sends nothing ahead: its flight is the pool itself, its windows are empty."""
 
-    def start(self, plan: Plan, ckv: Float[Array, "layers slots width"]) -> Flight:
+    def start(self, plan: Plan, ckv: Shaped[Array, "layers slots width"], layers: Int[Array, " G"]) -> Flight:
         """The pool to read from."""
         return ckv
 

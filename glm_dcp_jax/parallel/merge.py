@@ -42,3 +42,13 @@ def _weights(lse: Float[Array, "W T H"]) -> Float[Array, "W T H"]:
     exponentials = jnp.exp(lse - top)
     total = jnp.sum(exponentials, axis=0)
     return exponentials / jnp.where(total > 0, total, 1.0)
+
+
+def merge_two(
+    one: tuple[Float[Array, "T H C"], Float[Array, "T H"]],
+    other: tuple[Float[Array, "T H C"], Float[Array, "T H"]],
+) -> tuple[Float[Array, "T H C"], Float[Array, "T H"]]:
+    """Outputs and natural-log LSEs over two disjoint sets of keys as those over both; a set may be empty."""
+    lse = jnp.stack([one[1], other[1]])
+    share = _weights(lse)[..., None]
+    return one[0] * share[0] + other[0] * share[1], jax.nn.logsumexp(lse, axis=0)

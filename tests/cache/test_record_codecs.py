@@ -68,6 +68,13 @@ class TestBytes:
                 assert encoded.shape == (50, record.width) and encoded.dtype == record.dtype
                 assert record.width * encoded.dtype.itemsize == record.record_bytes
 
+    @pytest.mark.parametrize("kind", ALL)
+    def test_no_records_are_encoded_and_decoded_as_none(self, kind):
+        record = full_size(*kind)
+        encoded = record.encode(jnp.zeros((2, 0, 512)), jnp.zeros((2, 0, 64)))
+        assert encoded.shape == (2, 0, record.width)
+        assert record.decode(encoded, jnp.float32).shape == (2, 0, 576)
+
     def test_an_odd_latent_has_no_nvfp4_record(self):
         with pytest.raises(ConfigError, match="kv_lora_rank 33 is odd.* use fp8_ds_mla"):
             RecordFormat.sized("nvfp4_ds_mla", 33, 8, 16)

@@ -1,0 +1,213 @@
+"""Paths `records` and `bulk` for decode: selected records travel, query heads stay.
+
+Every rank hands the records it owns to all ranks, and each attends over all selected records with its own heads: no
+partial outputs to merge. `records` exchanges one layer at a time, when the layer needs it. `bulk` exchanges the Full
+layer's at once, and those of each Shared layer beside the compute of a window before it is needed.
+
+What the fast exchange has no room for, which is known alike to all ranks, follows in rounds inside a conditional, and
+is merged by its LSE.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Shaped
+
+from glm_dcp_jax.kernels.records import pack_records
+from glm_dcp_jax.kernels.sparse_attention import sparse_attention
+from glm_dcp_jax.parallel.attention import (
+    AttentionLayer,
+    AttentionSettings,
+    Queries,
+    Stationary,
+    Window,
+)
+from glm_dcp_jax.parallel.batch import Block, Selection
+from glm_dcp_jax.parallel.capacity import Capacity
+from glm_dcp_jax.parallel.exchange import arrival, exchange
+from glm_dcp_jax.parallel.merge import merge_two
+from glm_dcp_jax.parallel.mesh import DCP
+from glm_dcp_jax.parallel.queries import absorb, expand_values
+from glm_dcp_jax.parallel.union import Union, union_of
+
+
+class RecordsPlan(NamedTuple):
+    """union: whose records go where. slots: [T, K] int32, where the fast exchange puts them, -1 for those of the rest.
+
+    overflow: [] bool, whether there is a rest. capacity: static.
+    """
+
+    union: Union
+    slots: Int[Array, "T K"]
+    overflow: Array
+    capacity: Capacity
+
+
+class _OverRecords:
+    """What both paths share: the plan, and attention over what has arrived."""
+
+    def __init__(self, settings: AttentionSettings) -> None:
+        self.settings = settings
+
+    def wants_mask(self, block: Block) -> bool:
+        """Decode selects positions."""
+        return False
+
+    def plan(self, selection: Selection, block: Block) -> RecordsPlan:
+        """Number the union's records by owner and place them."""
+        settings, chosen = self.settings, selection.positions
+        assert chosen is not None, "decode selects positions"
+        capacity = self._capacity(block, chosen.shape[2])
+        rank = jax.lax.axis_index(DCP)
+        union = union_of(chosen, block, settings.layout, rank, capacity.most)
+        slots = self._placed(union, 0, capacity.fast)
+        return RecordsPlan(union, slots, jnp.max(union.counts) > capacity.fast, capacity)
+
+    def _over(
+        self,
+        arrived: Shaped[Array, "n width"],
+        plan: RecordsPlan,
+        ckv: Shaped[Array, "layers slots width"],
+        layer: AttentionLayer,
+        queries: Queries,
+        current: Shaped[Array, "N S width"],
+    ) -> Float[Array, "N S h v"]:
+        """Attend over the fast exchange's records and the current rows; merge in the rest's, where there is one."""
+        requests, rows = queries.nope.shape[:2]
+        q = absorb(queries, layer)
+        q = q.reshape(requests * rows, *q.shape[2:])
+        own = jnp.repeat(current, rows, axis=0) if rows > 1 else current
+        out, lse = self._attend(q, arrived, plan.slots, layer, own, plan.union.current)
+        if plan.capacity.rounds:
+            out, lse = jax.lax.cond(
+                plan.overflow, lambda: self._with_rest(out, lse, q, plan, ckv, layer), lambda: (out, lse)
+            )
+        return expand_values(out, layer, queries.nope.dtype).reshape(requests, rows, out.shape[1], -1)
+
+    def _with_rest(
+        self, out: Array, lse: Array, q: Array, plan: RecordsPlan, ckv: Array, layer: AttentionLayer
+    ) -> tuple[Float[Array, "T h C"], Float[Array, "T h"]]:
+        """Exchange what the fast exchange left, round by round, and merge it in."""
+        capacity, union = plan.capacity, plan.union
+        size = capacity.each_round
+        padding = capacity.fast + capacity.rounds * size - capacity.most
+        mine = jnp.pad(union.mine, (0, padding), constant_values=-1)
+        rest = jnp.max(union.counts) - capacity.fast
+
+        def one_round(number: Array, partial: tuple[Array, Array]) -> tuple[Array, Array]:
+            first = capacity.fast + number * size
+            packed = self._packed(ckv, layer.number, jax.lax.dynamic_slice(mine, (first,), (size,)))
+            slots = self._placed(union, first, size)
+            arrived = exchange(packed, self.settings.transport)
+            return merge_two(partial, self._attend(q, arrived, slots, layer))
+
+        return jax.lax.fori_loop(0, jax.lax.div(rest + size - 1, size), one_round, (out, lse))
+
+    def _attend(
+        self,
+        q: Array,
+        arrived: Array,
+        slots: Array,
+        layer: AttentionLayer,
+        current: Array | None = None,
+        current_valid: Array | None = None,
+    ) -> tuple[Float[Array, "T h C"], Float[Array, "T h"]]:
+        settings = self.settings
+        return sparse_attention(
+            q,
+            arrived[None],
+            0,
+            slots,
+            settings.record,
+            settings.scale,
+            settings.outer_scale(layer.number),
+            current,
+            current_valid,
+            settings.kernels,
+            settings.shared_memory,
+        )
+
+    def _packed(self, ckv: Array, layer: Array | int, slots: Array) -> Shaped[Array, "n width"]:
+        """One layer's records at these slots."""
+        return pack_records(ckv, jnp.asarray(layer, jnp.int32)[None], slots, self.settings.kernels)[0]
+
+    def _placed(self, union: Union, first: Array | int, count: int) -> Int[Array, "T K"]:
+        """Where an exchange of each rank's records first to first + count puts them; -1 for all others."""
+        inside = (union.ordinal >= first) & (union.ordinal < first + count)
+        at = arrival(union.owner, union.ordinal - first, count, self.settings.transport)
+        return jnp.where(inside, at, -1)
+
+    def _capacity(self, block: Block, topk: int) -> Capacity:
+        requests, rows = block.positions.shape
+        settings, layout = self.settings, self.settings.layout
+        return Capacity.of(
+            requests,
+            rows,
+            topk,
+            block.page_table.shape[1] * layout.block_size,
+            layout.world,
+            settings.record.record_bytes,
+            settings.exchange_bytes,
+        )
+
+
+class RecordsDecode(_OverRecords, Stationary):
+    """Decode rows (1 to 8 per request) over exchanged records, one layer at a time."""
+
+    def attend(
+        self,
+        plan: RecordsPlan,
+        flight: Shaped[Array, "layers slots width"],
+        layer: AttentionLayer,
+        queries: Queries,
+        current: Shaped[Array, "N S width"],
+    ) -> Float[Array, "N S h v"]:
+        """Exchange this layer's records, then attend over them and the current rows."""
+        packed = self._packed(flight, layer.number, plan.union.mine[: plan.capacity.fast])
+        return self._over(exchange(packed, self.settings.transport), plan, flight, layer, queries, current)
+
+
+class BulkFlight(NamedTuple):
+    """ckv: the pool. packed: [G, n, width], own records of the group's layers. arrived: those of members so far."""
+
+    ckv: Array
+    packed: Array
+    arrived: dict[int, Array]
+
+
+class BulkDecode(_OverRecords):
+    """As `records`, but what Shared layers need travels ahead, one layer's records in each window."""
+
+    def start(
+        self, plan: RecordsPlan, ckv: Shaped[Array, "layers slots width"], layers: Int[Array, " G"]
+    ) -> BulkFlight:
+        """Pack the records of all the group's layers, and exchange the Full layer's."""
+        packed = pack_records(ckv, layers, plan.union.mine[: plan.capacity.fast], self.settings.kernels)
+        return BulkFlight(ckv, packed, {0: exchange(packed[0], self.settings.transport)})
+
+    def attend(
+        self,
+        plan: RecordsPlan,
+        flight: BulkFlight,
+        layer: AttentionLayer,
+        queries: Queries,
+        current: Shaped[Array, "N S width"],
+    ) -> Float[Array, "N S h v"]:
+        """Attend over what has arrived for this layer."""
+        return self._over(flight.arrived[layer.member], plan, flight.ckv, layer, queries, current)
+
+    def window(
+        self, flight: BulkFlight, layer: AttentionLayer, kind: Window, value: Array
+    ) -> tuple[Array, BulkFlight]:
+        """The next Shared layer's records have arrived when the window's last value is there.
+
+        The barrier is what makes XLA hide them: an all-reduce ends the window, only one collective runs at a time, and
+        so this one begins when the all-reduce before the window is over.
+        """
+        coming = layer.member + 1
+        if kind != "ffn" or coming >= flight.packed.shape[0]:
+            return value, flight
+        sent = exchange(flight.packed[coming], self.settings.transport)
+        value, landed = jax.lax.optimization_barrier((value, sent))
+        return value, BulkFlight(flight.ckv, flight.packed, flight.arrived | {coming: landed})
