@@ -7,15 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 
 from glm_dcp_jax.cache.placement import Layout
-from glm_dcp_jax.cache.pools import POOL_SPECS, Pools, pool_shapes
-from glm_dcp_jax.cache.records import RecordFormat
-from glm_dcp_jax.config import ModelConfig, ParallelConfig
-from glm_dcp_jax.engine.steps import CompiledSteps, Kind, StepShape
-from glm_dcp_jax.model.network import abstract_network
-from glm_dcp_jax.parallel.attention import AttentionSettings
+from glm_dcp_jax.cache.pools import Pools
+from glm_dcp_jax.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from glm_dcp_jax.engine.blueprint import Blueprint
+from glm_dcp_jax.engine.steps import Kind, StepShape
 from glm_dcp_jax.parallel.mesh import make_mesh
 
 BLOCK_SIZE = 64
@@ -33,7 +30,7 @@ def bytes_on_a_device(tree: Any) -> int:
 class AbstractEngine:
     """Parameters and pools as ShapeDtypeStructs on `devices`, which may be those of a machine that is not here.
 
-    dtype: of weights and records. pool_tokens: tokens that the cache holds over all ranks.
+    dtype: of weights, and of records unless `record` names their format. pool_tokens: of the cache, over all ranks.
     """
 
     model: ModelConfig
@@ -41,45 +38,25 @@ class AbstractEngine:
     devices: list
     dtype: str
     pool_tokens: int
+    record: str | None = None
 
     @cached_property
+    def blueprint(self) -> Blueprint:
+        cache = CacheConfig(block_size=BLOCK_SIZE, kv_cache_dtype=self.record or self.dtype)
+        config = EngineConfig("shapes only", self.parallel, cache, dtype=self.dtype)
+        return Blueprint(config, self.model, make_mesh(self.parallel, self.devices))
+
+    @property
     def layout(self) -> Layout:
-        return Layout(BLOCK_SIZE, self.parallel.decode_context_parallel_size)
-
-    @cached_property
-    def record(self) -> RecordFormat:
-        return RecordFormat.named(self.dtype, self.model)
-
-    @cached_property
-    def steps(self) -> CompiledSteps:
-        model, parallel = self.model, self.parallel
-        settings = AttentionSettings(
-            layout=self.layout,
-            record=self.record,
-            comm_backend=parallel.dcp_comm_backend,
-            scale=model.qk_head_dim**-0.5,
-            latent_width=model.kv_lora_rank,
-            index_topk=model.index_topk,
-        )
-        shape = abstract_network(model, jnp.dtype(self.dtype), parallel.tensor_parallel_size)
-        return CompiledSteps(make_mesh(parallel, self.devices), shape, settings, parallel.dcp_prefill_path)
+        return self.blueprint.layout
 
     @cached_property
     def parameters(self) -> Any:
-        return self.steps.shape.on(self.steps.mesh)
+        return self.blueprint.parameters()
 
     @cached_property
     def pools(self) -> Pools:
-        shapes = pool_shapes(
-            self.model, self.layout, self.record, self.layout.pages_for(self.pool_tokens) + 1
-        )
-        shardings = (NamedSharding(self.steps.mesh, spec) for spec in POOL_SPECS)
-        return Pools(
-            *(
-                jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
-                for shape, sharding in zip(shapes, shardings, strict=True)
-            )
-        )
+        return self.blueprint.pools(self.layout.pages_for(self.pool_tokens) + 1)
 
     @property
     def layer_pool_bytes(self) -> int:
@@ -96,7 +73,7 @@ class AbstractEngine:
     def compile(self, kind: Kind, requests: int, rows: int, context: int) -> "Program":
         """A step for `requests` of `rows` each, whose page tables span `context` tokens; logits of one row each."""
         shape = StepShape(kind, requests, rows, self.layout.pages_for(context), requests)
-        memory = self.steps.lower(shape, self.parameters, self.pools).compile().memory_analysis()
+        memory = self.blueprint.steps.lower(shape, self.parameters, self.pools).compile().memory_analysis()
         # Tokens, positions, page table and logit rows: int32, on every device.
         return Program(self, memory, 4 * (2 * requests * rows + requests * shape.pages + requests))
 

@@ -6,7 +6,7 @@ from glm_dcp_jax.config.errors import ConfigError
 
 COMM_BACKENDS = ("ag_rs", "a2a")
 PREFILL_PATHS = ("auto", "context", "queries")
-DECODE_PATHS = ("queries",)
+DECODE_PATHS = ("auto", "queries", "records", "bulk")
 RECORD_FORMATS = ("auto", "float32", "bfloat16", "fp8", "fp8_ds_mla", "nvfp4_ds_mla")
 RECORD_ALIASES = {"fp8": "fp8_ds_mla"}
 """What vLLM makes of a shorter name for models of this family."""
@@ -51,6 +51,8 @@ class ParallelConfig:
     decode_context_parallel_size: int = 1
     dcp_comm_backend: str = "ag_rs"
     dcp_prefill_path: str = "auto"
+    dcp_decode_path: str = "auto"
+    dcp_exchange_memory: int = 512 * 2**20
 
     def __post_init__(self) -> None:
         tp, dcp = self.tensor_parallel_size, self.decode_context_parallel_size
@@ -63,6 +65,8 @@ class ParallelConfig:
             )
         one_of("dcp_comm_backend", self.dcp_comm_backend, COMM_BACKENDS)
         one_of("dcp_prefill_path", self.dcp_prefill_path, PREFILL_PATHS)
+        one_of("dcp_decode_path", self.dcp_decode_path, DECODE_PATHS)
+        at_least("dcp_exchange_memory", self.dcp_exchange_memory, 1)
 
     @property
     def replicas(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from glm_dcp_jax.config.engine import (
     COMM_BACKENDS,
+    DECODE_PATHS,
     DTYPES,
     GENERATION_CONFIGS,
     KERNELS,
@@ -50,6 +51,8 @@ FLAGS = (
     Flag("tensor_parallel_size", "devices the model is split over", short="-tp"),
     Flag("decode_context_parallel_size", "devices one copy of the KV cache is split over", short="-dcp"),
     Flag("dcp_comm_backend", "how partial attention outputs are merged", COMM_BACKENDS),
+    Flag("dcp_decode_path", "decode: what travels between ranks, docs/dcp.md; auto: queries", DECODE_PATHS),
+    Flag("dcp_exchange_memory", "bytes per device for exchanged records; more go in rounds"),
     Flag("dcp_prefill_path", "prefill: gather the context, or the queries; auto: context", PREFILL_PATHS),
     Flag("block_size", "tokens of a page on each rank of the DCP group"),
     Flag("cp_kv_cache_interleave_size", "consecutive tokens kept on one rank"),
@@ -101,7 +104,6 @@ REFUSED = {
     "speculative_config": "speculative decoding is not available yet",
     "swap_space": "the cache is not offloaded",
     "trust_remote_code": "no code of a checkpoint is ever run, so there is nothing to trust",
-    "dcp_decode_path": "decode gathers queries; other paths are not available yet",
 }
 """vLLM flags (and planned ones) that this engine does not have, each with what to do instead."""
 

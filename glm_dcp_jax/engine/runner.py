@@ -15,28 +15,23 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tqdm import tqdm
 
 from glm_dcp_jax.cache.capacity import resolve_max_model_len
-from glm_dcp_jax.cache.placement import Layout
-from glm_dcp_jax.cache.pools import make_pools, placed, pool_shapes
+from glm_dcp_jax.cache.pools import make_pools
 from glm_dcp_jax.config import EngineConfig, ModelConfig
+from glm_dcp_jax.engine.blueprint import Blueprint
 from glm_dcp_jax.engine.buckets import Buckets
 from glm_dcp_jax.engine.compiles import CompileCounter
-from glm_dcp_jax.engine.formats import Formats
 from glm_dcp_jax.engine.memory import number_of_pages
 from glm_dcp_jax.engine.sampling import row_params, sample
-from glm_dcp_jax.engine.steps import CompiledSteps, StepShape, leaves_of
-from glm_dcp_jax.kernels.row_blocks import WORKSPACE_BYTES
+from glm_dcp_jax.engine.steps import StepShape, leaves_of
 from glm_dcp_jax.model.load import load_parameters
-from glm_dcp_jax.model.network import StepOutput, abstract_network
+from glm_dcp_jax.model.network import StepOutput
 from glm_dcp_jax.model.safetensors_reader import Checkpoint
-from glm_dcp_jax.parallel.attention import AttentionSettings
 from glm_dcp_jax.parallel.batch import Block
 from glm_dcp_jax.parallel.mesh import make_mesh
 
 _log = logging.getLogger(__name__)
 
 _COMPILE_THREADS = 2
-_CPU_GATHER_BYTES = 2 * 2**20
-"""Records that stay in a core's cache are attended 3 times faster than 64 MiB of them."""
 
 
 class Line(NamedTuple):
@@ -51,33 +46,18 @@ class Runner:
     """Owns the mesh, the parameters, the donated pools and the compiled steps. One thread at a time may run steps."""
 
     def __init__(self, config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint) -> None:
-        parallel, cache = config.parallel, config.cache
         self.compiles = CompileCounter()
-        self.mesh = make_mesh(parallel)
-        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
-        formats = Formats.of(config, model, on_cpu)
-        self.layout = Layout(
-            cache.block_size, parallel.decode_context_parallel_size, cache.cp_kv_cache_interleave_size
+        self.blueprint = Blueprint(config, model, make_mesh(config.parallel))
+        self.mesh, self.layout, self.record = (
+            self.blueprint.mesh,
+            self.blueprint.layout,
+            self.blueprint.record,
         )
-        self.record = formats.record
-        self.shape = abstract_network(model, formats.compute, parallel.tensor_parallel_size)
-        settings = AttentionSettings(
-            layout=self.layout,
-            record=self.record,
-            comm_backend=parallel.dcp_comm_backend,
-            scale=model.qk_head_dim**-0.5,
-            latent_width=model.kv_lora_rank,
-            index_topk=model.index_topk,
-            gather_bytes=_CPU_GATHER_BYTES if on_cpu else WORKSPACE_BYTES,
-            latent_scales=formats.latent_scales,
-            kernels=formats.kernels,
-        )
-        prefill_path = "context" if parallel.dcp_prefill_path == "auto" else parallel.dcp_prefill_path
-        self.steps = CompiledSteps(self.mesh, self.shape, settings, prefill_path)
-        self.parameters = load_parameters(checkpoint, model, self.shape, self.mesh)
+        self.steps = self.blueprint.steps
+        self.parameters = load_parameters(checkpoint, model, self.blueprint.shape, self.mesh)
         self._leaves = leaves_of(self.parameters)
         self.num_pages = number_of_pages(
-            cache,
+            config.cache,
             model,
             self.layout,
             self.record,
@@ -88,7 +68,7 @@ class Runner:
             config.scheduler.max_model_len, model, self.num_pages, self.layout
         )
         self.buckets = Buckets.of(config.scheduler, self.max_model_len, self.layout)
-        self._pool_shapes = pool_shapes(model, self.layout, self.record, self.num_pages)
+        self._pool_shapes = self.blueprint.pool_shapes(self.num_pages)
         self.reset_pools()
         self._vocab_size = model.vocab_size
         self._lock = threading.Lock()
@@ -136,7 +116,7 @@ class Runner:
         In daemon threads: a process that is told to stop does not wait for a compilation.
         """
         waiting = iter(shapes)
-        pools = placed(self.mesh, self._pool_shapes)
+        pools = self.blueprint.pools(self.num_pages)
         done: SimpleQueue[Exception | None] = SimpleQueue()
 
         def work() -> None:
@@ -159,13 +139,12 @@ class Runner:
         """Temporary bytes per device of the largest decode and prefill steps, compiled for a cache of `pages`."""
         longest = resolve_max_model_len(config.scheduler.max_model_len, model, pages, self.layout)
         buckets = Buckets.of(config.scheduler, longest, self.layout)
-        pools = placed(self.mesh, pool_shapes(model, self.layout, self.record, pages))
-        parameters = self.shape.on(self.mesh)
+        placed, parameters = self.blueprint.pools(pages), self.blueprint.parameters()
         largest = (
             buckets.decode(config.scheduler.max_num_seqs, longest),
             buckets.prefill(1, buckets.largest_chunk, longest),
         )
-        compiled = [self.steps.lower(shape, parameters, pools).compile() for shape in largest]
+        compiled = [self.steps.lower(shape, parameters, placed).compile() for shape in largest]
         return max(step.memory_analysis().temp_size_in_bytes for step in compiled)
 
     def _warm_up_sampling(self, rows: int) -> None:

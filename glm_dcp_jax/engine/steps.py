@@ -21,8 +21,17 @@ from glm_dcp_jax.parallel.records import BulkDecode, RecordsDecode
 
 Kind = Literal["decode", "prefill"]
 PathMaker = Callable[[AttentionSettings], AttentionPath]
-DECODE_PATHS: dict[str, PathMaker] = {"queries": QueriesDecode, "records": RecordsDecode, "bulk": BulkDecode}
-PREFILL_PATHS: dict[str, PathMaker] = {"context": ContextPrefill, "queries": QueriesPrefill}
+DECODE_PATHS: dict[str, PathMaker] = {
+    "auto": QueriesDecode,
+    "queries": QueriesDecode,
+    "records": RecordsDecode,
+    "bulk": BulkDecode,
+}
+PREFILL_PATHS: dict[str, PathMaker] = {
+    "auto": ContextPrefill,
+    "context": ContextPrefill,
+    "queries": QueriesPrefill,
+}
 
 
 class StepShape(NamedTuple):

@@ -1,0 +1,93 @@
+"""An engine before anything is on a device: what its flags, model and mesh come to, and the steps they compile to.
+
+The running engine builds on it; so does whatever compiles its steps for devices that are not there.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from jax.sharding import Mesh
+
+from glm_dcp_jax.cache.placement import Layout
+from glm_dcp_jax.cache.pools import Pools, placed, pool_shapes
+from glm_dcp_jax.cache.records import RecordFormat
+from glm_dcp_jax.config import EngineConfig, ModelConfig
+from glm_dcp_jax.engine.formats import Formats
+from glm_dcp_jax.engine.steps import CompiledSteps
+from glm_dcp_jax.kernels.row_blocks import WORKSPACE_BYTES
+from glm_dcp_jax.model.network import NetworkShape, abstract_network
+from glm_dcp_jax.parallel.attention import AttentionSettings
+
+_CPU_GATHER_BYTES = 2 * 2**20
+"""Records that stay in a core's cache are attended 3 times faster than 64 MiB of them."""
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """Raises ConfigError, when its parts are first asked for, for flags that do not fit the model or the platform."""
+
+    config: EngineConfig
+    model: ModelConfig
+    mesh: Mesh
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the mesh is made of (virtual) CPU devices."""
+        return self.mesh.devices.flat[0].platform == "cpu"
+
+    @cached_property
+    def formats(self) -> Formats:
+        """Arithmetic and record format."""
+        return Formats.of(self.config, self.model, self.on_cpu)
+
+    @property
+    def record(self) -> RecordFormat:
+        """What the cache keeps of a token."""
+        return self.formats.record
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Where the cache keeps it."""
+        cache, parallel = self.config.cache, self.config.parallel
+        return Layout(
+            cache.block_size, parallel.decode_context_parallel_size, cache.cp_kv_cache_interleave_size
+        )
+
+    @cached_property
+    def shape(self) -> NetworkShape:
+        """The network's parameters as shapes."""
+        parallel = self.config.parallel
+        return abstract_network(self.model, self.formats.compute, parallel.tensor_parallel_size)
+
+    @cached_property
+    def steps(self) -> CompiledSteps:
+        """The steps, none of them compiled yet."""
+        parallel = self.config.parallel
+        settings = AttentionSettings(
+            layout=self.layout,
+            record=self.record,
+            comm_backend=parallel.dcp_comm_backend,
+            scale=self.model.qk_head_dim**-0.5,
+            latent_width=self.model.kv_lora_rank,
+            index_topk=self.model.index_topk,
+            gather_bytes=_CPU_GATHER_BYTES if self.on_cpu else WORKSPACE_BYTES,
+            latent_scales=self.formats.latent_scales,
+            kernels=self.formats.kernels,
+            exchange_bytes=parallel.dcp_exchange_memory,
+        )
+        return CompiledSteps(
+            self.mesh, self.shape, settings, parallel.dcp_prefill_path, parallel.dcp_decode_path
+        )
+
+    def parameters(self) -> Any:
+        """The parameters as ShapeDtypeStructs on the mesh."""
+        return self.shape.on(self.mesh)
+
+    def pool_shapes(self, pages: int) -> Pools:
+        """Pools of so many pages, the null page included, as ShapeDtypeStructs."""
+        return pool_shapes(self.model, self.layout, self.record, pages)
+
+    def pools(self, pages: int) -> Pools:
+        """The same on the mesh."""
+        return placed(self.mesh, self.pool_shapes(pages))
