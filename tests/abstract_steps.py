@@ -73,7 +73,7 @@ class AbstractEngine:
     def compile(self, kind: Kind, requests: int, rows: int, context: int) -> "Program":
         """A step for `requests` of `rows` each, whose page tables span `context` tokens; logits of one row each."""
         shape = StepShape(kind, requests, rows, self.layout.pages_for(context), requests)
-        memory = self.blueprint.steps.lower(shape, self.parameters, self.pools).compile().memory_analysis()
+        memory = self.blueprint.steps.compile(shape, self.parameters, self.pools).memory_analysis()
         # Tokens, positions, page table and logit rows: int32, on every device.
         return Program(self, memory, 4 * (2 * requests * rows + requests * shape.pages + requests))
 

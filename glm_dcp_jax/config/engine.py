@@ -7,6 +7,7 @@ from glm_dcp_jax.config.errors import ConfigError
 COMM_BACKENDS = ("ag_rs", "a2a")
 PREFILL_PATHS = ("auto", "context", "queries")
 DECODE_PATHS = ("auto", "queries", "records", "bulk")
+TRANSPORTS = ("auto", "ce", "direct")
 RECORD_FORMATS = ("auto", "float32", "bfloat16", "fp8", "fp8_ds_mla", "nvfp4_ds_mla")
 RECORD_ALIASES = {"fp8": "fp8_ds_mla"}
 """What vLLM makes of a shorter name for models of this family."""
@@ -52,6 +53,7 @@ class ParallelConfig:
     dcp_comm_backend: str = "ag_rs"
     dcp_prefill_path: str = "auto"
     dcp_decode_path: str = "auto"
+    dcp_transport: str = "auto"
     dcp_exchange_memory: int = 512 * 2**20
 
     def __post_init__(self) -> None:
@@ -66,6 +68,7 @@ class ParallelConfig:
         one_of("dcp_comm_backend", self.dcp_comm_backend, COMM_BACKENDS)
         one_of("dcp_prefill_path", self.dcp_prefill_path, PREFILL_PATHS)
         one_of("dcp_decode_path", self.dcp_decode_path, DECODE_PATHS)
+        one_of("dcp_transport", self.dcp_transport, TRANSPORTS)
         at_least("dcp_exchange_memory", self.dcp_exchange_memory, 1)
 
     @property

@@ -18,6 +18,7 @@ from glm_dcp_jax.engine.steps import CompiledSteps
 from glm_dcp_jax.kernels.row_blocks import WORKSPACE_BYTES
 from glm_dcp_jax.model.network import NetworkShape, abstract_network
 from glm_dcp_jax.parallel.attention import AttentionSettings
+from glm_dcp_jax.parallel.transport import Choice, choose_transport
 
 _CPU_GATHER_BYTES = 2 * 2**20
 """Records that stay in a core's cache are attended 3 times faster than 64 MiB of them."""
@@ -55,6 +56,11 @@ class Blueprint:
         )
 
     @cached_property
+    def transport(self) -> Choice:
+        """How records are exchanged within a DCP group, and why so."""
+        return choose_transport(self.config.parallel.dcp_transport, list(self.mesh.devices.flat))
+
+    @cached_property
     def shape(self) -> NetworkShape:
         """The network's parameters as shapes."""
         parallel = self.config.parallel
@@ -74,6 +80,7 @@ class Blueprint:
             gather_bytes=_CPU_GATHER_BYTES if self.on_cpu else WORKSPACE_BYTES,
             latent_scales=self.formats.latent_scales,
             kernels=self.formats.kernels,
+            transport=self.transport.transport,
             exchange_bytes=parallel.dcp_exchange_memory,
         )
         return CompiledSteps(

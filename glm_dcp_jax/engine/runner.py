@@ -144,7 +144,10 @@ class Runner:
             buckets.decode(config.scheduler.max_num_seqs, longest),
             buckets.prefill(1, buckets.largest_chunk, longest),
         )
-        compiled = [self.steps.lower(shape, parameters, placed).compile() for shape in largest]
+        compiled = [
+            self.steps.lower(shape, parameters, placed).compile(self.steps.compiler_options)
+            for shape in largest
+        ]
         return max(step.memory_analysis().temp_size_in_bytes for step in compiled)
 
     def _warm_up_sampling(self, rows: int) -> None:

@@ -18,6 +18,7 @@ from glm_dcp_jax.parallel.batch import Block
 from glm_dcp_jax.parallel.prefill import ContextPrefill, QueriesPrefill
 from glm_dcp_jax.parallel.queries import QueriesDecode
 from glm_dcp_jax.parallel.records import BulkDecode, RecordsDecode
+from glm_dcp_jax.parallel.transport import compiler_options
 
 Kind = Literal["decode", "prefill"]
 PathMaker = Callable[[AttentionSettings], AttentionPath]
@@ -72,9 +73,18 @@ class CompiledSteps:
         """
         found = self._steps.get(wanted)
         if found is None:
-            found = self.lower(wanted, parameters, pools).compile()
+            found = self.compile(wanted, parameters, pools)
             self._steps[wanted] = found
         return found
+
+    def compile(self, wanted: StepShape, parameters: Any, pools: Pools) -> jax.stages.Compiled:
+        """The executable for arguments that may be ShapeDtypeStructs with shardings; it is not kept."""
+        return self.lower(wanted, parameters, pools).compile(self.compiler_options)
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """What XLA is told when it compiles a step."""
+        return compiler_options(self.settings.transport, list(self.mesh.devices.flat))
 
     def lower(self, wanted: StepShape, parameters: Any, pools: Pools) -> Any:
         """The lowered step; arguments may be arrays or ShapeDtypeStructs with shardings."""
