@@ -8,9 +8,9 @@ GIB = 2**30
 
 
 def page_bytes(model: ModelConfig, layout: Layout, record: RecordFormat) -> int:
-    """Bytes of one page on each device: block_size own records a layer, block_size * W index keys a Full layer."""
+    """Bytes of one page on each device: B own records a layer, and B * W / S index keys a Full layer."""
     records = model.num_hidden_layers * layout.block_size * record.record_bytes
-    index_keys = model.num_full_layers * layout.virtual_block * record.index.key_bytes
+    index_keys = model.num_full_layers * layout.index_layout.block_size * record.index.key_bytes
     return records + index_keys
 
 

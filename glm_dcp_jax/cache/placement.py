@@ -27,7 +27,8 @@ class Layout:
 
     block_size: B, records of one page on each rank. world: W, the ranks that share a sequence (the DCP size).
     interleave: I, neighbouring tokens on one rank before it is the next rank's turn; divides B.
-    Raises ConfigError unless all three are positive ints and I divides B.
+    index_shards: S, the parts that index keys are split into; divides W, 1 being full replication.
+    Raises ConfigError unless all four are positive ints, I divides B and S divides W.
 
     Every method takes ints or arrays of any (broadcastable) shape and returns the same kind, shape and dtype.
     A negative position, owner, local index or page means "nothing" (padding) and gives -1. As an array index
@@ -37,9 +38,10 @@ class Layout:
     block_size: int
     world: int = 1
     interleave: int = 1
+    index_shards: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "world", "interleave"):
+        for name in ("block_size", "world", "interleave", "index_shards"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ConfigError(f"cache layout: {name} is {value!r}; it must be an int of at least 1")
@@ -47,6 +49,11 @@ class Layout:
             raise ConfigError(
                 f"cache layout: interleave {self.interleave} does not divide block_size {self.block_size}; "
                 f"use one of {_divisors(self.block_size)}, or another block_size"
+            )
+        if self.world % self.index_shards:
+            raise ConfigError(
+                f"cache layout: index_shards {self.index_shards} does not divide world {self.world}, the DCP size; "
+                f"use one of {_divisors(self.world)}"
             )
 
     @property
@@ -101,20 +108,14 @@ class Layout:
         """Pages that `length` tokens need: ceil(length / (B*W)); 0 where `length` is negative."""
         return -(-(length * (length > 0)) // self.virtual_block)
 
-    def index_layout(self, shards: int = 1) -> "Layout":
-        """The layout of index keys in the same pages, where each rank holds one of `shards` parts of them.
+    @property
+    def index_layout(self) -> "Layout":
+        """The layout of index keys in the same pages: the same arithmetic with W := S and B := B*W/S.
 
-        An index pool spread over S of the W ranks is the same arithmetic with W := S and B := B*W/S. A page
-        spans the same tokens, so one page table serves both pools. S = 1 is full replication: the offset of a
-        key is its position within the page. Rank r of W holds part r % S. Raises ConfigError if S does not
-        divide W.
+        A page spans the same tokens, so one page table serves both pools. Its owners are parts: rank r of W holds
+        part r % S. With S = 1 the offset of a key is its position within the page.
         """
-        if type(shards) is not int or shards < 1 or self.world % shards:
-            raise ConfigError(
-                f"cache layout: {shards!r} index shards do not divide the DCP size {self.world}; "
-                f"use one of {_divisors(self.world)}"
-            )
-        return Layout(self.virtual_block // shards, shards, self.interleave)
+        return Layout(self.virtual_block // self.index_shards, self.index_shards, self.interleave)
 
     def _local(self, position: Integers) -> Integers:
         stripe = position // (self.world * self.interleave)

@@ -15,7 +15,8 @@ from glm_dcp_jax.config import ModelConfig
 class Pools(NamedTuple):
     """ckv: [layers, W * pages * block_size, width], slots sharded on "dcp" (each rank: its own pages, null page first).
 
-    index_keys: [full layers, ...] as IndexKeyFormat.pool_shape says, replicated; a page is in position order.
+    index_keys: [full layers, ...] as IndexKeyFormat.pool_shape says. Replicated, a page being in position order; in S
+    parts, the second axis is sharded on "dcp": W of them, of which those of ranks r and r + S hold the same keys.
     In the same shape it describes the pools by PartitionSpecs or ShapeDtypeStructs, hence the open types.
     """
 
@@ -23,35 +24,34 @@ class Pools(NamedTuple):
     index_keys: Any
 
 
-POOL_SPECS = Pools(ckv=P(None, "dcp", None), index_keys=P())
-"""How the pools lie on the mesh."""
+def pool_specs(layout: Layout) -> Pools:
+    """How the pools lie on the mesh, as PartitionSpecs."""
+    return Pools(ckv=P(None, "dcp"), index_keys=P() if layout.index_shards == 1 else P(None, "dcp"))
 
 
-def pool_shapes(model: ModelConfig, layout: Layout, record: RecordFormat, num_pages: int) -> Pools:
-    """Global shapes and dtypes (jax.ShapeDtypeStruct) of pools with `num_pages` pages, the null page included."""
-    slots = num_pages * layout.virtual_block
+def pool_shapes(
+    mesh: Mesh, model: ModelConfig, layout: Layout, record: RecordFormat, num_pages: int
+) -> Pools:
+    """Pools of `num_pages` pages, the null page included: jax.ShapeDtypeStructs of global arrays, with shardings."""
+    copies = 1 if layout.index_shards == 1 else layout.world
+    index_slots = num_pages * layout.index_layout.block_size * copies
+    index_shape = record.index.pool_shape(model.num_full_layers, index_slots, layout.block_size)
+    ckv_shape = (model.num_hidden_layers, num_pages * layout.virtual_block, record.width)
+    specs = pool_specs(layout)
+
+    def place(shape: tuple[int, ...], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
     return Pools(
-        ckv=jax.ShapeDtypeStruct((model.num_hidden_layers, slots, record.width), record.dtype),
-        index_keys=jax.ShapeDtypeStruct(
-            record.index.pool_shape(model.num_full_layers, slots, layout.block_size), record.index.dtype
-        ),
+        ckv=place(ckv_shape, record.dtype, specs.ckv),
+        index_keys=place(index_shape, record.index.dtype, specs.index_keys),
     )
 
 
-def placed(mesh: Mesh, shapes: Pools) -> Pools:
-    """The shapes with their shardings on a mesh: what ahead-of-time compilation needs."""
-    return Pools(
-        *(
-            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
-            for leaf, spec in zip(shapes, POOL_SPECS, strict=True)
-        )
-    )
-
-
-def make_pools(mesh: Mesh, shapes: Pools) -> Pools:
-    """Zeroed pools, created already sharded."""
-    shardings = Pools(*(NamedSharding(mesh, spec) for spec in POOL_SPECS))
+def make_pools(shapes: Pools) -> Pools:
+    """Zeroed pools of these shapes, created already sharded."""
     build = jax.jit(
-        lambda: Pools(*(jnp.zeros(leaf.shape, leaf.dtype) for leaf in shapes)), out_shardings=shardings
+        lambda: Pools(*(jnp.zeros(leaf.shape, leaf.dtype) for leaf in shapes)),
+        out_shardings=Pools(*(leaf.sharding for leaf in shapes)),
     )
     return build()

@@ -29,6 +29,14 @@ def at_least(name: str, value: int, least: int, most: int | None = None) -> None
         raise ConfigError(f"{name} must be at most {most}, but is {value}")
 
 
+def divides(name: str, value: int, whole_name: str, whole: int) -> None:
+    """Raise ConfigError unless value, an integer of at least 1, divides whole."""
+    at_least(name, value, 1)
+    if whole % value:
+        allowed = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
+        raise ConfigError(f"{name} {value} does not divide {whole_name} {whole}; use one of {allowed}")
+
+
 def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     """Raise ConfigError unless value is one of the allowed words."""
     if value not in allowed:
@@ -55,21 +63,18 @@ class ParallelConfig:
     dcp_decode_path: str = "auto"
     dcp_transport: str = "auto"
     dcp_exchange_memory: int = 512 * 2**20
+    dcp_indexer_shards: int = 1
 
     def __post_init__(self) -> None:
         tp, dcp = self.tensor_parallel_size, self.decode_context_parallel_size
         at_least("tensor_parallel_size", tp, 1)
-        at_least("decode_context_parallel_size", dcp, 1)
-        if tp % dcp:
-            allowed = ", ".join(str(n) for n in range(1, tp + 1) if tp % n == 0)
-            raise ConfigError(
-                f"decode_context_parallel_size {dcp} does not divide tensor_parallel_size {tp}; use one of {allowed}"
-            )
+        divides("decode_context_parallel_size", dcp, "tensor_parallel_size", tp)
         one_of("dcp_comm_backend", self.dcp_comm_backend, COMM_BACKENDS)
         one_of("dcp_prefill_path", self.dcp_prefill_path, PREFILL_PATHS)
         one_of("dcp_decode_path", self.dcp_decode_path, DECODE_PATHS)
         one_of("dcp_transport", self.dcp_transport, TRANSPORTS)
         at_least("dcp_exchange_memory", self.dcp_exchange_memory, 1)
+        divides("dcp_indexer_shards", self.dcp_indexer_shards, "decode_context_parallel_size", dcp)
 
     @property
     def replicas(self) -> int:
@@ -93,12 +98,7 @@ class CacheConfig:
     def __post_init__(self) -> None:
         block, interleave = self.block_size, self.cp_kv_cache_interleave_size
         at_least("block_size", block, 1)
-        at_least("cp_kv_cache_interleave_size", interleave, 1)
-        if block % interleave:
-            allowed = ", ".join(str(n) for n in range(1, block + 1) if block % n == 0)
-            raise ConfigError(
-                f"cp_kv_cache_interleave_size {interleave} does not divide block_size {block}; use one of {allowed}"
-            )
+        divides("cp_kv_cache_interleave_size", interleave, "block_size", block)
         one_of("kv_cache_dtype", self.kv_cache_dtype, RECORD_FORMATS)
         one_of("nvfp4_rope_dtype", self.nvfp4_rope_dtype, NVFP4_ROPE_DTYPES)
         if self.num_gpu_blocks_override is not None:

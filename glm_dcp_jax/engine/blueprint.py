@@ -10,7 +10,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from glm_dcp_jax.cache.placement import Layout
-from glm_dcp_jax.cache.pools import Pools, placed, pool_shapes
+from glm_dcp_jax.cache.pools import Pools, pool_shapes
 from glm_dcp_jax.cache.records import RecordFormat
 from glm_dcp_jax.config import EngineConfig, ModelConfig
 from glm_dcp_jax.engine.formats import Formats
@@ -52,7 +52,10 @@ class Blueprint:
         """Where the cache keeps it."""
         cache, parallel = self.config.cache, self.config.parallel
         return Layout(
-            cache.block_size, parallel.decode_context_parallel_size, cache.cp_kv_cache_interleave_size
+            cache.block_size,
+            parallel.decode_context_parallel_size,
+            cache.cp_kv_cache_interleave_size,
+            parallel.dcp_indexer_shards,
         )
 
     @cached_property
@@ -91,10 +94,6 @@ class Blueprint:
         """The parameters as ShapeDtypeStructs on the mesh."""
         return self.shape.on(self.mesh)
 
-    def pool_shapes(self, pages: int) -> Pools:
-        """Pools of so many pages, the null page included, as ShapeDtypeStructs."""
-        return pool_shapes(self.model, self.layout, self.record, pages)
-
     def pools(self, pages: int) -> Pools:
-        """The same on the mesh."""
-        return placed(self.mesh, self.pool_shapes(pages))
+        """Pools of so many pages, the null page included, as ShapeDtypeStructs on the mesh."""
+        return pool_shapes(self.mesh, self.model, self.layout, self.record, pages)

@@ -68,7 +68,7 @@ class Runner:
             config.scheduler.max_model_len, model, self.num_pages, self.layout
         )
         self.buckets = Buckets.of(config.scheduler, self.max_model_len, self.layout)
-        self._pool_shapes = self.blueprint.pool_shapes(self.num_pages)
+        self._pool_shapes = self.blueprint.pools(self.num_pages)
         self.reset_pools()
         self._vocab_size = model.vocab_size
         self._lock = threading.Lock()
@@ -116,13 +116,12 @@ class Runner:
         In daemon threads: a process that is told to stop does not wait for a compilation.
         """
         waiting = iter(shapes)
-        pools = self.blueprint.pools(self.num_pages)
         done: SimpleQueue[Exception | None] = SimpleQueue()
 
         def work() -> None:
             while not stopped() and (shape := next(waiting, None)) is not None:
                 try:
-                    self.steps.get(shape, self.parameters, pools)
+                    self.steps.get(shape, self.parameters, self._pool_shapes)
                     done.put(None)
                 except Exception as error:
                     done.put(error)
@@ -133,7 +132,7 @@ class Runner:
 
     def reset_pools(self) -> None:
         """Start over with an empty, zeroed cache."""
-        self.pools = make_pools(self.mesh, self._pool_shapes)
+        self.pools = make_pools(self._pool_shapes)
 
     def _workspace(self, config: EngineConfig, model: ModelConfig, pages: int) -> int:
         """Temporary bytes per device of the largest decode and prefill steps, compiled for a cache of `pages`."""

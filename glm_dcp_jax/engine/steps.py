@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
-from glm_dcp_jax.cache.pools import POOL_SPECS, Pools
+from glm_dcp_jax.cache.pools import Pools, pool_specs
 from glm_dcp_jax.model.network import NetworkShape, StepOutput
 from glm_dcp_jax.parallel.attention import AttentionPath, AttentionSettings
 from glm_dcp_jax.parallel.batch import Block
@@ -97,6 +97,7 @@ class CompiledSteps:
     def _step(self, wanted: StepShape) -> Any:
         path = self._path(wanted.kind)
         definition, settings = self.shape.definition, self.settings
+        of_pools = pool_specs(settings.layout)
         tree = jax.tree.structure(self.shape.parameters)
         specs = tuple(jax.tree.leaves(self.shape.specs, is_leaf=lambda leaf: isinstance(leaf, P)))
 
@@ -109,8 +110,8 @@ class CompiledSteps:
         return jax.shard_map(
             on_device,
             mesh=self.mesh,
-            in_specs=(specs, POOL_SPECS, P(), P()),
-            out_specs=StepOutput(P(), POOL_SPECS, P(), P(), P()),
+            in_specs=(specs, of_pools, P(), P()),
+            out_specs=StepOutput(P(), of_pools, P(), P(), P(), P()),
             check_vma=False,
         )
 

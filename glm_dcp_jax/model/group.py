@@ -16,7 +16,14 @@ from glm_dcp_jax.model.elementary import rms_norm
 from glm_dcp_jax.model.feed_forward import GatedMLP, MixtureOfExperts
 from glm_dcp_jax.model.indexer import Indexer
 from glm_dcp_jax.model.parameters import Maker
-from glm_dcp_jax.parallel.attention import AttentionLayer, AttentionPath, AttentionSettings, Queries, Window
+from glm_dcp_jax.parallel.attention import (
+    AttentionLayer,
+    AttentionPath,
+    AttentionSettings,
+    Moved,
+    Queries,
+    Window,
+)
 from glm_dcp_jax.parallel.batch import Block, Selection
 from glm_dcp_jax.parallel.mesh import TENSOR_AXES
 
@@ -92,32 +99,37 @@ class ShareGroup(nnx.Module):
         full_ordinal: Int[Array, ""] | int,
         context: StepContext,
         ordinal: Int[Array, ""] | int = 0,
-    ) -> tuple[Array, Array, Array, GroupTrace]:
+    ) -> tuple[Array, Array, Array, GroupTrace, Moved]:
         """Run the group on hidden states x; `ckv` holds what earlier steps committed and is only read.
 
-        Returns x, the index pool with this step's keys, the step's encoded records [G, T, width], and the trace.
+        Returns x, the index pool with this step's keys, the step's encoded records [G, T, width], the trace, and what
+        all blocks' plans make travel.
         """
         eps = self.config.rms_norm_eps
         records, hidden, routes = [], [], []
         plans: list = []
         flights: list = []
         selections: list[Selection] = []
+        moved = Moved.nothing()
         for member, layer in enumerate(self.layers):
-            normed = rms_norm(x, layer.input_norm[...], eps)
-            projected = layer.attention.project(normed, context.angles)
             number = first_layer + member
-            outer_scale = context.settings.outer_scale(number)
-            current = context.settings.record.encode(projected.latent, projected.rope_key, outer_scale)
+            with jax.named_scope("project"):
+                normed = rms_norm(x, layer.input_norm[...], eps)
+                projected = layer.attention.project(normed, context.angles)
+                outer_scale = context.settings.outer_scale(number)
+                current = context.settings.record.encode(projected.latent, projected.rope_key, outer_scale)
             records.append(current)
             if layer.indexer is not None:
                 index_pool, selections = _select(
                     layer.indexer, normed, projected, index_pool, full_ordinal, context
                 )
-                pairs = list(zip(context.paths, selections, context.blocks, strict=True))
-                plans = [path.plan(selection, block) for path, selection, block in pairs]
+                with jax.named_scope("plan"):
+                    pairs = zip(context.paths, selections, context.blocks, strict=True)
+                    plans = [path.plan(selection, block) for path, selection, block in pairs]
                 group = first_layer + jnp.arange(len(self.layers), dtype=jnp.int32)
-                starts = zip(context.paths, plans, strict=True)
-                flights = [path.start(plan, ckv, group) for path, plan in starts]
+                for path, plan in zip(context.paths, plans, strict=True):
+                    flights.append(path.start(plan, ckv, group))
+                    moved = moved.plus(path.moved(plan))
             view = AttentionLayer(
                 number,
                 member,
@@ -126,13 +138,14 @@ class ShareGroup(nnx.Module):
             )
             out, flights = _attend(layer.attention, view, projected, current, plans, flights, context)
             x = x + out.astype(x.dtype)
-            normed = rms_norm(x, layer.feed_forward_norm[...], eps)
-            if isinstance(layer.feed_forward, MixtureOfExperts):
-                route = layer.feed_forward.route(normed)
-                routes.append(route)
-                out = layer.feed_forward(normed, *route, ordinal)
-            else:
-                out = layer.feed_forward(normed)
+            with jax.named_scope("ffn"):
+                normed = rms_norm(x, layer.feed_forward_norm[...], eps)
+                if isinstance(layer.feed_forward, MixtureOfExperts):
+                    route = layer.feed_forward.route(normed)
+                    routes.append(route)
+                    out = layer.feed_forward(normed, *route, ordinal)
+                else:
+                    out = layer.feed_forward(normed)
             out, flights = _all_reduce(out, flights, view, "ffn", context)
             x = x + out.astype(x.dtype)
             hidden.append(x)
@@ -141,7 +154,7 @@ class ShareGroup(nnx.Module):
             tuple(selections),
             *(jnp.stack(part) for part in zip(*routes, strict=True)) if routes else (None, None),
         )
-        return x, index_pool, jnp.stack(records), trace
+        return x, index_pool, jnp.stack(records), trace, moved
 
 
 def _select(
@@ -200,11 +213,13 @@ def _attend(
     outs = []
     queries = zip(context.cut(projected.nope), context.cut(projected.rope), strict=True)
     parts = zip(context.paths, plans, flights, queries, context.cut(current), strict=True)
-    for path, plan, flight, query, own in parts:
-        out = path.attend(plan, flight, view, Queries(*query), own)
-        outs.append(out.reshape(-1, *out.shape[2:]))
-    values = jnp.concatenate(outs).astype(projected.nope.dtype)
-    return _all_reduce(attention.project_out(values), flights, view, "attention", context)
+    with jax.named_scope("attend"):
+        for path, plan, flight, query, own in parts:
+            out = path.attend(plan, flight, view, Queries(*query), own)
+            outs.append(out.reshape(-1, *out.shape[2:]))
+    with jax.named_scope("project_out"):
+        out = attention.project_out(jnp.concatenate(outs).astype(projected.nope.dtype))
+    return _all_reduce(out, flights, view, "attention", context)
 
 
 def _all_reduce(
@@ -215,4 +230,5 @@ def _all_reduce(
     for path, flight in zip(context.paths, flights, strict=True):
         value, flight = path.window(flight, view, kind, value)
         landed.append(flight)
-    return jax.lax.psum(value, TENSOR_AXES), landed
+    with jax.named_scope("tp_all_reduce"):
+        return jax.lax.psum(value, TENSOR_AXES), landed

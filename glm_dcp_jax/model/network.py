@@ -9,13 +9,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from glm_dcp_jax.cache.placement import Layout
 from glm_dcp_jax.cache.pools import Pools
 from glm_dcp_jax.config import ModelConfig, Run
 from glm_dcp_jax.kernels.records import unpack_records
 from glm_dcp_jax.model.elementary import rms_norm, rope_angles
 from glm_dcp_jax.model.group import GroupTrace, ShareGroup, StepContext
 from glm_dcp_jax.model.parameters import Maker
-from glm_dcp_jax.parallel.attention import AttentionPath, AttentionSettings
+from glm_dcp_jax.parallel.attention import AttentionPath, AttentionSettings, Moved
 from glm_dcp_jax.parallel.batch import Block
 from glm_dcp_jax.parallel.mesh import DCP, TENSOR_AXES
 from glm_dcp_jax.parallel.sharding import spec_of
@@ -24,7 +25,7 @@ from glm_dcp_jax.parallel.sharding import spec_of
 class StepOutput(NamedTuple):
     """logits: [M, V] float32 of the asked rows. finite: [T], rows without NaN or infinity.
 
-    When captured, else None: embedded [T, H], a GroupTrace per stage.
+    moved: a Moved, over all groups. When captured, else None: embedded [T, H], a GroupTrace per stage.
 
     In the same shape it describes a step's results by PartitionSpecs, hence the open types.
     """
@@ -32,6 +33,7 @@ class StepOutput(NamedTuple):
     logits: Any
     pools: Pools
     finite: Any
+    moved: Any
     embedded: Any
     traces: Any
 
@@ -71,23 +73,30 @@ class Network(nnx.Module):
             rope_angles(positions, config.qk_rope_head_dim, config.rope_theta),
             index_slots,
         )
-        x = embedded = self.embed(tokens)
-        index_keys, records, traces = pools.index_keys, [], []
+        with jax.named_scope("embed"):
+            x = embedded = self.embed(tokens)
+        index_keys, records, traces, moved = pools.index_keys, [], [], Moved.nothing()
         for run, group in zip(config.stages, self.stages, strict=True):
-            x, index_keys, run_records, trace = _run(run, group, x, index_keys, pools.ckv, context, capture)
+            x, index_keys, run_records, trace, of_run = _run(
+                run, group, x, index_keys, pools.ckv, context, capture
+            )
+            moved = moved.plus(of_run)
             records.append(run_records)
             traces.append(trace)
         # The write must wait for the last layer's read of the pool, else XLA copies the pool. Only a dependency that it
         # cannot fold away orders them; this one also keeps records of a row that went non-finite out of the cache.
         finite = jnp.isfinite(x).all(axis=1)
         every_layer = jnp.arange(config.num_hidden_layers)
-        ckv = unpack_records(
-            pools.ckv, every_layer, jnp.where(finite, slots, -1), jnp.concatenate(records), settings.kernels
-        )
+        kept = jnp.where(finite, slots, -1)
+        with jax.named_scope("commit"):
+            ckv = unpack_records(pools.ckv, every_layer, kept, jnp.concatenate(records), settings.kernels)
+        with jax.named_scope("head"):
+            logits = self.logits(x[logit_rows])
         return StepOutput(
-            self.logits(x[logit_rows]),
+            logits,
             Pools(ckv, index_keys),
             finite,
+            moved,
             embedded if capture else None,
             tuple(traces) if capture else None,
         )
@@ -114,19 +123,28 @@ def _rank() -> Int[Array, ""]:
 
 
 def _rows(blocks: tuple[Block, ...], settings: AttentionSettings) -> tuple[Array, Array, Array, Array]:
-    """tokens, positions, own CKV slots (-1: not mine or padding) and index-key slots of all blocks' rows in a line."""
-    layout, index_layout = settings.layout, settings.layout.index_layout()
+    """tokens, positions, own CKV slots and own index-key slots of all blocks' rows in a line."""
+    layout, index_layout = settings.layout, settings.layout.index_layout
     rank = jax.lax.axis_index(DCP)
-    slots, index_slots = [], []
-    for block in blocks:
-        page_index = jnp.maximum(layout.page_index(block.positions), 0)
-        pages = jnp.take_along_axis(block.page_table, page_index, axis=1)
-        mine = block.valid & (layout.owner(block.positions) == rank)
-        slots.append(jnp.where(mine, layout.slot(block.positions, pages), -1).reshape(-1))
-        index_slots.append(index_layout.slot(block.positions, pages).reshape(-1))
-    tokens = jnp.concatenate([block.tokens.reshape(-1) for block in blocks])
-    positions = jnp.concatenate([block.positions.reshape(-1) for block in blocks])
-    return tokens, positions, jnp.concatenate(slots), jnp.concatenate(index_slots)
+    part = jax.lax.rem(rank, index_layout.world)
+    slots = [_own_slots(block, layout, rank) for block in blocks]
+    index_slots = [_own_slots(block, index_layout, part) for block in blocks]
+    tokens = [block.tokens.reshape(-1) for block in blocks]
+    positions = [block.positions.reshape(-1) for block in blocks]
+    return (
+        jnp.concatenate(tokens),
+        jnp.concatenate(positions),
+        jnp.concatenate(slots),
+        jnp.concatenate(index_slots),
+    )
+
+
+def _own_slots(block: Block, layout: Layout, owner: Int[Array, ""]) -> Int[Array, " T"]:
+    """Where each row of the block goes in this owner's pool; -1: it is another's, or padding."""
+    page_index = jnp.maximum(layout.page_index(block.positions), 0)
+    pages = jnp.take_along_axis(block.page_table, page_index, axis=1)
+    mine = block.valid & (layout.owner(block.positions) == owner)
+    return jnp.where(mine, layout.slot(block.positions, pages), -1).reshape(-1)
 
 
 def _run(
@@ -137,21 +155,30 @@ def _run(
     ckv: Float[Array, "layers slots width"],
     context: StepContext,
     capture: bool,
-) -> tuple[Array, Array, Array, GroupTrace | None]:
-    """A run's groups, scanned when there are several. Returns x, index keys, records [layers, T, width] and the trace.
+) -> tuple[Array, Array, Array, GroupTrace | None, Moved]:
+    """A run's groups, scanned when there are several.
 
-    The trace has one leading axis over groups. The index pool is carried; the CKV pool is only read.
+    Returns x, index keys, records [layers, T, width], the trace, and what moved. The trace has one leading axis over
+    groups. The index pool is carried; the CKV pool is only read.
     """
     if run.num_groups == 1:
-        x, index_keys, records, trace = group(x, index_keys, ckv, run.first_layer, run.first_full, context)
-        return x, index_keys, records, jax.tree.map(lambda leaf: leaf[None], trace) if capture else None
+        x, index_keys, records, trace, moved = group(
+            x, index_keys, ckv, run.first_layer, run.first_full, context
+        )
+        return (
+            x,
+            index_keys,
+            records,
+            jax.tree.map(lambda leaf: leaf[None], trace) if capture else None,
+            moved,
+        )
     # Experts stay out of the scan's slices, which are copies: the expert loop reads the stack in place.
     definition, *(experts, weights) = nnx.split(group, _is_routed_expert, ...)
 
     def one_group(carry: tuple[Array, Array], inputs: tuple[Any, Array]) -> tuple[Any, Any]:
         x, index_keys = carry
         own_weights, ordinal = inputs
-        x, index_keys, records, trace = nnx.merge(definition, experts, own_weights)(
+        x, index_keys, records, trace, moved = nnx.merge(definition, experts, own_weights)(
             x,
             index_keys,
             ckv,
@@ -160,12 +187,13 @@ def _run(
             context,
             ordinal,
         )
-        return (x, index_keys), (records, trace if capture else None)
+        return (x, index_keys), (records, trace if capture else None, moved)
 
-    (x, index_keys), (records, trace) = jax.lax.scan(
+    (x, index_keys), (records, trace, moved) = jax.lax.scan(
         one_group, (x, index_keys), (weights, jnp.arange(run.num_groups))
     )
-    return x, index_keys, records.reshape(-1, *records.shape[2:]), trace
+    total = Moved(*(jnp.sum(of_groups) for of_groups in moved))
+    return x, index_keys, records.reshape(-1, *records.shape[2:]), trace, total
 
 
 def _is_routed_expert(path: tuple, variable: Any) -> bool:

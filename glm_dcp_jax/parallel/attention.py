@@ -92,6 +92,27 @@ class AttentionSettings:
         return jnp.array(self.latent_scales, jnp.float32)[layer]
 
 
+class Moved(NamedTuple):
+    """What plans make travel in each layer, counted over blocks; all int32, and equal on all ranks.
+
+    entries: selected positions of all rows that earlier steps committed. records: the same, each once per request.
+    overflows: 1 if the fast exchange has no room for all of them.
+    """
+
+    entries: Int[Array, ""]
+    records: Int[Array, ""]
+    overflows: Int[Array, ""]
+
+    @staticmethod
+    def nothing() -> "Moved":
+        """No record leaves its rank."""
+        return Moved(*(jnp.zeros((), jnp.int32) for _ in Moved._fields))
+
+    def plus(self, other: "Moved") -> "Moved":
+        """Both together."""
+        return Moved(*(one + more for one, more in zip(self, other, strict=True)))
+
+
 class AttentionPath(Protocol):
     """One way to attend over records that live on other ranks."""
 
@@ -101,6 +122,10 @@ class AttentionPath(Protocol):
 
     def plan(self, selection: Selection, block: Block) -> Plan:
         """Owners and slots of a selection; serves all layers of the group."""
+        ...
+
+    def moved(self, plan: Plan) -> Moved:
+        """What the plan makes travel, for metrics."""
         ...
 
     def start(self, plan: Plan, ckv: Shaped[Array, "layers slots width"], layers: Int[Array, " G"]) -> Flight:
@@ -122,6 +147,10 @@ class AttentionPath(Protocol):
 
 class Stationary:
     """A path that sends nothing ahead: its flight is the pool itself, its windows are empty."""
+
+    def moved(self, plan: Plan) -> Moved:
+        """Nothing, unless the path says otherwise."""
+        return Moved.nothing()
 
     def start(self, plan: Plan, ckv: Shaped[Array, "layers slots width"], layers: Int[Array, " G"]) -> Flight:
         """The pool to read from."""

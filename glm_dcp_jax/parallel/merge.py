@@ -9,9 +9,11 @@ from glm_dcp_jax.parallel.mesh import DCP
 
 def gather_heads(q: Float[Array, "T H D"]) -> Float[Array, "T WH D"]:
     """Every DCP rank's heads, rank after rank."""
-    return jax.lax.all_gather(q, DCP, axis=1, tiled=True)
+    with jax.named_scope("query_gather"):
+        return jax.lax.all_gather(q, DCP, axis=1, tiled=True)
 
 
+@jax.named_scope("merge")
 def merge_partials(
     out: Float[Array, "T WH C"], lse: Float[Array, "T WH"], backend: str
 ) -> Float[Array, "T H C"]:

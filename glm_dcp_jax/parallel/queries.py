@@ -71,8 +71,10 @@ class QueriesDecode(Stationary):
         q = absorb(queries, layer)
         q = q.reshape(requests * rows, *q.shape[2:])
         alone = settings.layout.world == 1
+        if not alone:
+            q = gather_heads(q)
         out, lse = sparse_attention(
-            q if alone else gather_heads(q),
+            q,
             flight,
             layer.number,
             plan.slots,

@@ -19,6 +19,7 @@ from glm_dcp_jax.kernels.sparse_attention import sparse_attention
 from glm_dcp_jax.parallel.attention import (
     AttentionLayer,
     AttentionSettings,
+    Moved,
     Queries,
     Stationary,
     Window,
@@ -64,6 +65,16 @@ class _OverRecords:
         slots = self._placed(union, 0, capacity.fast)
         return RecordsPlan(union, slots, jnp.max(union.counts) > capacity.fast, capacity)
 
+    def moved(self, plan: RecordsPlan) -> Moved:
+        """What the union is made of, and whether it overflows."""
+        entries = jnp.sum(plan.union.ordinal >= 0, dtype=jnp.int32)
+        return Moved(entries, jnp.sum(plan.union.counts), plan.overflow.astype(jnp.int32))
+
+    def _exchanged(self, packed: Shaped[Array, "n width"], member: int) -> Shaped[Array, "W*n width"]:
+        """All ranks' records for a member of the group, the Full layer being the first."""
+        with jax.named_scope("shared_exchange" if member else "full_exchange"):
+            return exchange(packed, self.settings.transport)
+
     def _over(
         self,
         arrived: Shaped[Array, "n width"],
@@ -80,9 +91,10 @@ class _OverRecords:
         own = jnp.repeat(current, rows, axis=0) if rows > 1 else current
         out, lse = self._attend(q, arrived, plan.slots, layer, own, plan.union.current)
         if plan.capacity.rounds:
-            out, lse = jax.lax.cond(
-                plan.overflow, lambda: self._with_rest(out, lse, q, plan, ckv, layer), lambda: (out, lse)
-            )
+            with jax.named_scope("overflow"):
+                out, lse = jax.lax.cond(
+                    plan.overflow, lambda: self._with_rest(out, lse, q, plan, ckv, layer), lambda: (out, lse)
+                )
         return expand_values(out, layer, queries.nope.dtype).reshape(requests, rows, out.shape[1], -1)
 
     def _with_rest(
@@ -164,8 +176,10 @@ class RecordsDecode(_OverRecords, Stationary):
         current: Shaped[Array, "N S width"],
     ) -> Float[Array, "N S h v"]:
         """Exchange this layer's records, then attend over them and the current rows."""
-        packed = self._packed(flight, layer.number, plan.union.mine[: plan.capacity.fast])
-        return self._over(exchange(packed, self.settings.transport), plan, flight, layer, queries, current)
+        with jax.named_scope("pack"):
+            packed = self._packed(flight, layer.number, plan.union.mine[: plan.capacity.fast])
+        arrived = self._exchanged(packed, layer.member)
+        return self._over(arrived, plan, flight, layer, queries, current)
 
 
 class BulkFlight(NamedTuple):
@@ -183,8 +197,9 @@ class BulkDecode(_OverRecords):
         self, plan: RecordsPlan, ckv: Shaped[Array, "layers slots width"], layers: Int[Array, " G"]
     ) -> BulkFlight:
         """Pack the records of all the group's layers, and exchange the Full layer's."""
-        packed = pack_records(ckv, layers, plan.union.mine[: plan.capacity.fast], self.settings.kernels)
-        return BulkFlight(ckv, packed, {0: exchange(packed[0], self.settings.transport)})
+        with jax.named_scope("pack"):
+            packed = pack_records(ckv, layers, plan.union.mine[: plan.capacity.fast], self.settings.kernels)
+        return BulkFlight(ckv, packed, {0: self._exchanged(packed[0], 0)})
 
     def attend(
         self,
@@ -208,6 +223,6 @@ class BulkDecode(_OverRecords):
         coming = layer.member + 1
         if kind != "ffn" or coming >= flight.packed.shape[0]:
             return value, flight
-        sent = exchange(flight.packed[coming], self.settings.transport)
-        value, landed = jax.lax.optimization_barrier((value, sent))
+        arriving = self._exchanged(flight.packed[coming], coming)
+        value, landed = jax.lax.optimization_barrier((value, arriving))
         return value, BulkFlight(flight.ckv, flight.packed, flight.arrived | {coming: landed})

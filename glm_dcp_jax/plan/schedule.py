@@ -6,6 +6,7 @@ long anything takes: a start may come late, and its compute may be too short to 
 """
 
 import json
+import math
 import re
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ _IDLE = set(
 _COMPUTATION = re.compile(r"(ENTRY )?%([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
 _COSTS = re.compile(r'"reification_cost":(\[[^\]]*\])')
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
@@ -54,6 +56,12 @@ class Instruction:
         """Which collective this runs or starts, if any."""
         kind = self.opcode.removesuffix("-start")
         return kind if kind in COLLECTIVES else None
+
+    @property
+    def op_name(self) -> str:
+        """Where in the traced function it comes from: jax's named scopes and primitives, separated by `/`; or ""."""
+        found = _OP_NAME.search(self.attributes)
+        return found[1] if found else ""
 
     @property
     def computes(self) -> bool:
@@ -182,15 +190,18 @@ def _executions(computations: dict[str, list[Instruction]], entry: str) -> dict[
         before = executions[name]
         executions[name] = None if before is None or times is None else before + times
         for instruction in computations[name]:
-            for called, repeats in _calls(instruction):
+            for called, repeats in calls(instruction):
                 visit(called, None if times is None or repeats is None else times * repeats)
 
     visit(entry, 1)
     return executions
 
 
-def _calls(instruction: Instruction) -> list[tuple[str, int | None]]:
-    """Computations that an instruction runs as such, and how often."""
+def calls(instruction: Instruction) -> list[tuple[str, int | None]]:
+    """Computations that an instruction runs as such, and how often: None for a loop of unknown length.
+
+    A conditional runs one of its branches.
+    """
     attributes = instruction.attributes
 
     def named(key: str) -> list[str]:
@@ -233,25 +244,39 @@ def _collectives(computation: Computation) -> list[Collective]:
                 done=done,
                 ranks=_ranks(instruction.attributes),
                 operand_bytes=sum(
-                    _bytes(instructions[position[name]].shape) for name in instruction.operands
+                    shape_bytes(instructions[position[name]].shape) for name in instruction.operands
                 ),
-                result_bytes=_bytes(instructions[done].shape),
+                result_bytes=shape_bytes(instructions[done].shape),
                 compute_between=tuple(other.name for other in between if other.computes),
             )
         )
     return found
 
 
-def _bytes(shape: str) -> int:
-    """Bytes of an array's shape, or of all arrays in a tuple's. A type's first number is its bits; pred has 8."""
-    total = 0
-    for dtype, sizes in _ARRAY.findall(shape):
-        bits = re.search(r"\d+", dtype)
-        count = 1
-        for size in filter(None, sizes.replace("<=", "").split(",")):
-            count *= int(size)
-        total += -(-count * (int(bits[0]) if bits else 8 * (dtype == "pred")) // 8)
-    return total
+class ArrayShape(NamedTuple):
+    """An array as HLO writes it: f32[8,16]."""
+
+    dtype: str
+    sizes: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """A type's first number is its bits; pred has 8, and a token none."""
+        bits = re.search(r"\d+", self.dtype)
+        return -(-math.prod(self.sizes) * (int(bits[0]) if bits else 8 * (self.dtype == "pred")) // 8)
+
+
+def arrays_of(shape: str) -> list[ArrayShape]:
+    """The array of a shape, or all arrays of a tuple's."""
+    return [
+        ArrayShape(dtype, tuple(int(size) for size in sizes.replace("<=", "").split(",") if size))
+        for dtype, sizes in _ARRAY.findall(shape)
+    ]
+
+
+def shape_bytes(shape: str) -> int:
+    """Bytes of an array's shape, or of all arrays in a tuple's."""
+    return sum(array.nbytes for array in arrays_of(shape))
 
 
 def _ranks(attributes: str) -> int:
