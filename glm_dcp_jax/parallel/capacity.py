@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from glm_dcp_jax.parallel.attention import AttentionSettings
+
 NEW_PER_ROW = 0.25
 """Assumed: what each further row of a request adds to the union, as a share of its selection. The metric
 `records_unique_ratio` shows what really happens."""
@@ -17,12 +19,13 @@ class Capacity:
     """Records that each rank hands out, in a block of fixed shape.
 
     fast: in the exchange that always runs. most: in the worst case, all selected records on one rank. each_round: in a
-    round of the rest, which runs only if some rank has more than `fast`.
+    round of the rest, which runs only if some rank has more than `fast`. expected: what a rank has on average.
     """
 
     fast: int
     most: int
     each_round: int
+    expected: int
 
     @property
     def rounds(self) -> int:
@@ -52,4 +55,19 @@ class Capacity:
         typical = math.ceil((mean + _DEVIATIONS * math.sqrt(mean)) / _GRANULE) * _GRANULE
         held = max(memory // (world * record_bytes), 1)
         fast = max(min(typical, most, held // _PLANES), 1)
-        return Capacity(fast, most, max(min(most - fast, held), 1))
+        return Capacity(fast, most, max(min(most - fast, held), 1), math.ceil(mean))
+
+    @staticmethod
+    def for_block(
+        settings: AttentionSettings, requests: int, rows: int, topk: int, local_tokens: int
+    ) -> "Capacity":
+        """`of`, with what the settings say."""
+        return Capacity.of(
+            requests,
+            rows,
+            topk,
+            local_tokens,
+            settings.layout.world,
+            settings.record.record_bytes,
+            settings.exchange_bytes,
+        )

@@ -21,14 +21,14 @@ def merge_partials(
 
     A rank that saw no key brings out 0 and lse -inf and does not count; a row no rank has a key for becomes 0.
     backend `ag_rs`: LSEs are gathered, weighted outputs reduce-scattered. `a2a`: each rank receives every part of its
-    own heads and adds them up.
+    own heads, LSEs among the columns, and adds them up.
     """
     if backend == "ag_rs":
         weight = _weights(jax.lax.all_gather(lse, DCP))[jax.lax.axis_index(DCP)]
         return jax.lax.psum_scatter(out * weight[..., None], DCP, scatter_dimension=1, tiled=True)
-    parts = jax.lax.all_to_all(_split(out), DCP, split_axis=0, concat_axis=0)
-    weights = _weights(jax.lax.all_to_all(_split(lse), DCP, split_axis=0, concat_axis=0))
-    return jnp.sum(parts * weights[..., None], axis=0)
+    both = _split(jnp.concatenate([out, lse[..., None]], axis=-1))
+    parts = jax.lax.all_to_all(both, DCP, split_axis=0, concat_axis=0)
+    return jnp.sum(parts[..., :-1] * _weights(parts[..., -1])[..., None], axis=0)
 
 
 def _split(by_head: Float[Array, "T WH *rest"]) -> Float[Array, "W T H *rest"]:

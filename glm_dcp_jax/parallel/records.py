@@ -152,16 +152,8 @@ class _OverRecords:
 
     def _capacity(self, block: Block, topk: int) -> Capacity:
         requests, rows = block.positions.shape
-        settings, layout = self.settings, self.settings.layout
-        return Capacity.of(
-            requests,
-            rows,
-            topk,
-            block.page_table.shape[1] * layout.block_size,
-            layout.world,
-            settings.record.record_bytes,
-            settings.exchange_bytes,
-        )
+        local_tokens = block.page_table.shape[1] * self.settings.layout.block_size
+        return Capacity.for_block(self.settings, requests, rows, topk, local_tokens)
 
 
 class RecordsDecode(_OverRecords, Stationary):

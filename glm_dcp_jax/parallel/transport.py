@@ -13,9 +13,7 @@ import jax
 
 from glm_dcp_jax.config import ConfigError
 from glm_dcp_jax.parallel.exchange import Transport
-
-_NVLINK = ("H100", "H200", "B200", "B300", "GB200", "GB300", "A100")
-"""GPUs whose links are so fast that what a copy takes is mostly its start."""
+from glm_dcp_jax.parallel.link import has_nvlink
 
 _HIDE = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
@@ -53,7 +51,7 @@ def choose_transport(wanted: str, devices: Sequence[jax.Device]) -> Choice:
     if obstacle:
         return Choice("direct", obstacle)
     kind = devices[0].device_kind
-    if any(name in kind for name in _NVLINK):
+    if has_nvlink(kind):
         return Choice("direct", f"{kind} has NVLink: kernels start a transfer sooner than copy engines")
     return Choice("ce", f"{kind} exchanges over PCIe: copy engines leave its multiprocessors to the step")
 

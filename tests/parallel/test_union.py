@@ -97,7 +97,7 @@ class TestCapacity:
 
     def test_a_random_selection_fits_with_five_deviations_to_spare(self):
         """2048 of 4 ranks: 512 each, give or take 22.6; rounded up to 64."""
-        assert self.of() == Capacity(fast=640, most=2048, each_round=1408)
+        assert self.of() == Capacity(fast=640, most=2048, each_round=1408, expected=512)
         assert self.of(requests=8).fast == 4096 + 5 * 64
 
     def test_it_covers_the_worst_case(self):
