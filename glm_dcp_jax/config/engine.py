@@ -8,14 +8,16 @@ COMM_BACKENDS = ("ag_rs", "a2a")
 PREFILL_PATHS = ("auto", "context", "queries")
 DECODE_PATHS = ("auto", "queries", "records", "bulk")
 TRANSPORTS = ("auto", "ce", "direct")
-RECORD_FORMATS = ("auto", "float32", "bfloat16", "fp8", "fp8_ds_mla", "nvfp4_ds_mla")
-RECORD_ALIASES = {"fp8": "fp8_ds_mla"}
+RECORD_FORMATS = ("auto", "float32", "bfloat16", "fp8", "fp8_e4m3", "fp8_ds_mla", "nvfp4_ds_mla")
+RECORD_ALIASES = {"fp8": "fp8_ds_mla", "fp8_e4m3": "fp8_ds_mla"}
 """What vLLM makes of a shorter name for models of this family."""
 NVFP4_ROPE_DTYPES = ("bfloat16", "fp8")
 KERNELS = ("auto", "reference", "triton")
 GENERATION_CONFIGS = ("auto", "vllm")
 FLOAT_DTYPES = ("bfloat16", "float16", "float32")
-DTYPES = ("auto", *FLOAT_DTYPES)
+DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+"""vLLM's other names."""
+DTYPES = ("auto", *FLOAT_DTYPES, *DTYPE_ALIASES)
 MAX_SEQS = 65_536
 MAX_BATCHED_TOKENS = 1_048_576
 """Steps of more than these are a slip of the pen: arrays of that size are made at start."""

@@ -56,7 +56,9 @@ FLAGS = (
     Flag("dcp_transport", "exchanges by copy engines or by kernels; auto: by the GPUs' link", TRANSPORTS),
     Flag("dcp_exchange_memory", "bytes per device for exchanged records; more go in rounds"),
     Flag("dcp_prefill_path", "prefill: gather the context, or the queries; auto: context", PREFILL_PATHS),
-    Flag("dcp_indexer_shards", "parts of the index keys; 1: every rank keeps all of them; W: each its own part"),
+    Flag(
+        "dcp_indexer_shards", "parts of the index keys; 1: every rank keeps all of them; W: each its own part"
+    ),
     Flag("block_size", "tokens of a page on each rank of the DCP group"),
     Flag("cp_kv_cache_interleave_size", "consecutive tokens kept on one rank"),
     Flag(

@@ -27,6 +27,8 @@ _log = logging.getLogger(__name__)
 class EngineStats:
     """Counts at one moment. cache_usage: 0 to 1. prompt_tokens, generation_tokens: totals since the start.
 
+    cache_dtype: the record format in use.
+
     compiles_after_warm_up: programs compiled while serving; anything but 0 is a defect.
     """
 
@@ -34,6 +36,7 @@ class EngineStats:
     waiting: int
     cache_usage: float
     num_pages: int
+    cache_dtype: str
     prompt_tokens: int
     generation_tokens: int
     compiles_after_warm_up: int
@@ -61,6 +64,7 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._owner: dict[Sequence, Request] = {}
         self._prompt_tokens = self._generation_tokens = self._unseeded = 0
+        _log.info("KV cache records: %s", runner.blueprint.formats)
         for line in capacity_lines(runner.num_pages, runner.layout, self.max_model_len):
             _log.info(line)
 
@@ -179,6 +183,7 @@ class Engine:
             waiting=len(self.scheduler.waiting),
             cache_usage=self.scheduler.cache_usage,
             num_pages=self.runner.num_pages - 1,
+            cache_dtype=self.runner.record.name,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             compiles_after_warm_up=self.runner.compiles.after_warm_up,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from glm_dcp_jax.cache.records import RecordFormat
 from glm_dcp_jax.config import CacheConfig, ConfigError, EngineConfig, ModelConfig
-from glm_dcp_jax.config.engine import RECORD_ALIASES, RECORD_FORMATS
+from glm_dcp_jax.config.engine import DTYPE_ALIASES, RECORD_ALIASES, RECORD_FORMATS
 from glm_dcp_jax.config.outer_scales import load_outer_scales
 from glm_dcp_jax.kernels.dispatch import Backend
 
@@ -22,13 +22,23 @@ class Formats:
     latent_scales: tuple[float, ...] | None
     kernels: Backend
 
+    def __str__(self) -> str:
+        """A line for the log: what the cache keeps of a token, in words and bytes."""
+        record, index = self.record, self.record.index
+        rope = ", roped key in fp8" if record.has("rope_scale") else ""
+        scales = ", outer scales" if self.latent_scales else ""
+        return (
+            f"{record.name}{rope}{scales}: {record.record_bytes} bytes a token and layer; index keys "
+            f"{index.kind}: {index.key_bytes} bytes a token and Full layer"
+        )
+
     @staticmethod
     def of(config: EngineConfig, model: ModelConfig, on_cpu: bool) -> "Formats":
         """Resolve and check what depends on model and platform. Raises ConfigError.
 
         dtype auto: the checkpoint's on GPUs, float32 on CPU, where bfloat16 is slower.
         """
-        name = config.dtype
+        name = DTYPE_ALIASES.get(config.dtype, config.dtype)
         if name == "auto":
             name = "float32" if on_cpu else model.dtype
         record = RecordFormat.named(

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,33 @@ _REFUSED_HERE = {
     "tool_call_parser": "tool calls are not parsed yet",
     "uds": "the server listens on --host and --port only",
 }
+_OFF_ANYWAY = {
+    "async_scheduling",
+    "calculate_kv_scales",
+    "enable_auto_tool_choice",
+    "enable_expert_parallel",
+    "enable_log_requests",
+    "enable_lora",
+    "enable_prefix_caching",
+    "enforce_eager",
+    "trust_remote_code",
+}
+"""vLLM's switches whose --no- form asks for what we do."""
+_SGLANG = {
+    "chunked_prefill_size": "--max-num-batched-tokens",
+    "context_length": "--max-model-len",
+    "max_running_requests": "--max-num-seqs",
+    "mem_fraction_static": "--gpu-memory-utilization",
+    "model_path": "--model",
+    "page_size": "--block-size",
+    "tp": "-tp",
+    "tp_size": "-tp",
+    "dcp": "-dcp",
+    "dcp_size": "-dcp",
+}
+_LENGTHS = ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes", "dcp_exchange_memory")
+"""Flags that take 4k or 2G, as vLLM's do."""
+_MULTIPLES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 _VLLM_SHORT = {
     "-pp": "pipeline_parallel_size",
     "-dp": "data_parallel_size",
@@ -50,7 +78,7 @@ class Command:
 def parse(argv: Sequence[str], has_gpu: bool) -> Command:
     """Read a command line. Raises ConfigError for anything that cannot work; --help and --version exit."""
     parser = _parser()
-    arguments = [_with_dashes(argument) for argument in argv]
+    arguments = [dashed for argument in argv if (dashed := _with_dashes(argument)) not in _asks_for_nothing()]
     _require_known(parser, arguments)
     given = vars(parser.parse_args(arguments))
     model = _model(given.pop("MODEL"), given.pop("model"))
@@ -124,7 +152,7 @@ def _add_engine_flag(group: argparse._ArgumentGroup, flag: Flag) -> None:
         return
     default = field_of(flag.name).default
     shown = f" (default: {default})" if isinstance(default, (int, float, str)) else ""
-    convert = _length if flag.name == "max_model_len" else kind
+    convert = _length if flag.name in _LENGTHS else kind
     group.add_argument(
         *options,
         type=convert,
@@ -135,10 +163,20 @@ def _add_engine_flag(group: argparse._ArgumentGroup, flag: Flag) -> None:
 
 
 def _length(text: str) -> int | None:
-    """vLLM's `auto` is our unset."""
-    if text != "auto" and not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be a number of tokens or auto, but is {text!r}")
-    return None if text == "auto" else int(text)
+    """A number, also as 4k (4000), 4K (4096) or 25.6k; vLLM's `auto` and -1 are our unset."""
+    if text in ("auto", "-1"):
+        return None
+    found = re.fullmatch(r"(\d+)([KMG]?)|(\d+(?:\.\d+)?)([kmg])", text)
+    if not found:
+        raise argparse.ArgumentTypeError(
+            f"must be a number such as 4096, 4K (4096), 4k (4000) or 25.6k, or auto, but is {text!r}"
+        )
+    number, multiple = found[1] or found[3], found[2] or found[4] or ""
+    return round(float(number) * _MULTIPLES[multiple]) if found[3] else int(number) * _MULTIPLES[multiple]
+
+
+def _asks_for_nothing() -> set[str]:
+    return {"--no-" + name.replace("_", "-") for name in _OFF_ANYWAY}
 
 
 def _with_dashes(argument: str) -> str:
@@ -172,6 +210,8 @@ def _explain(option: str, known: set[str]) -> str:
             return f"{option} is not supported: {_REFUSED_HERE[candidate]}"
         if candidate in REFUSED:
             return f"{option} is not supported: {REFUSED[candidate]}"
+    if name in _SGLANG:
+        return f"unknown flag {option}; it is {_SGLANG[name]} here"
     return explain_unknown(name, known)
 
 

@@ -32,6 +32,10 @@ class EngineStats(Protocol):
         """Pages of the cache."""
 
     @property
+    def cache_dtype(self) -> str:
+        """The record format in use."""
+
+    @property
     def prompt_tokens(self) -> int:
         """Prompt tokens taken since the start."""
 

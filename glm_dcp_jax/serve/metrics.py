@@ -126,16 +126,16 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(PREFIX + name, text, labels=LABELS)
             counter.add_metric(self._labels, value)
             yield counter
-        yield self._cache_config(stats.num_pages)
+        yield self._cache_config(stats.num_pages, stats.cache_dtype)
 
-    def _cache_config(self, num_pages: int) -> Metric:
+    def _cache_config(self, num_pages: int, cache_dtype: str) -> Metric:
         config = self._engine.config
         info = InfoMetricFamily(PREFIX + "cache_config", "Geometry of the cache", labels=LABELS)
         geometry = {
             "block_size": config.cache.block_size,
             "cp_kv_cache_interleave_size": config.cache.cp_kv_cache_interleave_size,
             "decode_context_parallel_size": config.parallel.decode_context_parallel_size,
-            "kv_cache_dtype": config.cache.kv_cache_dtype,
+            "kv_cache_dtype": cache_dtype,
             "num_gpu_blocks": num_pages,
         }
         info.add_metric(self._labels, {name: str(value) for name, value in geometry.items()})

@@ -31,6 +31,9 @@ def chosen(model: ModelConfig = GLM, on_cpu: bool = True, **flags) -> Formats:
         (False, {"dtype": "float16"}, "float16", "float32"),
         (True, {"kv_cache_dtype": "nvfp4_ds_mla"}, "float32", "nvfp4_ds_mla"),
         (True, {"kv_cache_dtype": "fp8"}, "float32", "fp8_ds_mla"),
+        (True, {"kv_cache_dtype": "fp8_e4m3"}, "float32", "fp8_ds_mla"),
+        (False, {"dtype": "half"}, "float16", "float32"),
+        (False, {"dtype": "float"}, "float32", "float32"),
     ],
 )
 def test_records_follow_the_arithmetic_where_nothing_is_said(on_cpu, flags, compute, record):
@@ -49,6 +52,13 @@ def test_a_scheme_that_is_not_supported_is_named_and_can_be_overruled():
     with pytest.raises(ConfigError, match="kv_cache_quant_algo 'INT8'.*--kv-cache-dtype: float32, bfloat16"):
         chosen(odd)
     assert chosen(odd, kv_cache_dtype="float32").record.name == "float32"
+
+
+def test_the_log_says_what_a_token_costs():
+    said = str(chosen(kv_cache_dtype="nvfp4_ds_mla", nvfp4_rope_dtype="fp8"))
+    assert said == (
+        "nvfp4_ds_mla, roped key in fp8: 368 bytes a token and layer; index keys e4m3: 132 bytes a token and Full layer"
+    )
 
 
 def test_the_roped_key_of_nvfp4_records():

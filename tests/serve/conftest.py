@@ -1,6 +1,7 @@
 """The app over a fake engine, reached without a network."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
@@ -10,6 +11,17 @@ from glm_dcp_jax.serve.app import create_app
 from glm_dcp_jax.serve.settings import ServerSettings
 
 MODEL = "fake"
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """The command line sets levels, handlers and filters of the whole process, where other tests look for warnings."""
+    loggers = [logging.getLogger(name) for name in (None, "glm_dcp_jax", "uvicorn", "uvicorn.access")]
+    before = [(logger.level, logger.handlers[:], logger.filters[:]) for logger in loggers]
+    yield
+    for logger, (level, handlers, filters) in zip(loggers, before, strict=True):
+        logger.setLevel(level)
+        logger.handlers[:], logger.filters[:] = handlers, filters
 
 
 @pytest.fixture

@@ -36,6 +36,7 @@ class FakeStats:
     waiting: int = 0
     cache_usage: float = 0.25
     num_pages: int = 17
+    cache_dtype: str = "bfloat16"
     prompt_tokens: int = 0
     generation_tokens: int = 0
 

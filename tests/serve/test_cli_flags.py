@@ -100,7 +100,7 @@ def test_with_a_gpu_the_demo_takes_one():
         ("m --port 70000", "port must be from 0"),
         ("m --port", "--port: expected one argument"),
         ("m --dtype int4", "--dtype: invalid choice: 'int4'"),
-        ("m --max-model-len long", "a number of tokens or auto, but is 'long'"),
+        ("m --max-model-len long", "or auto, but is 'long'"),
         (
             "m -tp 4 -dcp 3",
             "decode_context_parallel_size 3 does not divide tensor_parallel_size 4; use one of",
@@ -137,7 +137,9 @@ def test_vllm_flags_we_do_not_have_are_refused_by_name(name):
         ("-pp 2 m", "-pp is not supported: .*--tensor-parallel-size"),
         ("-dp 2 m", "-dp is not supported"),
         ("-ep m", "-ep is not supported"),
-        ("m --no-enable-prefix-caching", "prefix caching is not available"),
+        ("m --no-enable-chunked-prefill", "prefill is always chunked"),
+        ("m --tp 4", "unknown flag --tp; it is -tp here"),
+        ("m --context-length 4096", "it is --max-model-len here"),
         ("m --speculative-config.method mtp", "speculative decoding is not available"),
         ("m --tool-call-parser glm47", "tool calls are not parsed yet"),
         ("m --uds /run/x", "--host and --port"),
@@ -146,6 +148,32 @@ def test_vllm_flags_we_do_not_have_are_refused_by_name(name):
 def test_other_forms_of_refused_flags(argv, says):
     with pytest.raises(ConfigError, match=says):
         parse(*argv.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("4096", 4096),
+        ("4K", 4096),
+        ("4k", 4000),
+        ("25.6k", 25_600),
+        ("1M", 2**20),
+        ("auto", None),
+        ("-1", None),
+    ],
+)
+def test_lengths_are_written_as_in_vllm(text, tokens):
+    assert parse("m", "--max-model-len", text).config.scheduler.max_model_len == tokens
+
+
+@pytest.mark.parametrize("text", ["4.5K", "k", "4kk", "-4", "1e3", ""])
+def test_other_lengths_are_refused(text):
+    with pytest.raises(ConfigError, match="must be a number such as 4096, 4K"):
+        parse("m", f"--max-model-len={text}")
+
+
+def test_switching_off_what_is_not_there_changes_nothing():
+    assert parse("m", "--no-enable-prefix-caching", "--no_enforce_eager") == parse("m")
 
 
 def test_help_lists_every_flag(capsys):
