@@ -105,14 +105,22 @@ def _virtual_devices(count: int) -> None:
 def _cache_compilations() -> None:
     """Keep compiled programs between processes: $JAX_COMPILATION_CACHE_DIR, or a folder of ours in the user's cache."""
     if _jax_option("jax_compilation_cache_dir") is None:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        folder = Path(base) / "glm_dcp_jax" / "xla"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError:
+        folder = cache_folder("xla")
+        if folder is None:
             return  # a read-only home costs compile time, nothing else; jax itself would warn once per program
         _default_option("jax_compilation_cache_dir", str(folder))
     _default_option("jax_persistent_cache_min_compile_time_secs", CACHED_COMPILE_SECONDS)
+
+
+def cache_folder(name: str) -> Path | None:
+    """A folder of ours in the user's cache, made if needed; None where that cannot be."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(base) / "glm_dcp_jax" / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return folder
 
 
 def _jax_option(name: str) -> Any:

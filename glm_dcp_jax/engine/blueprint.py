@@ -14,10 +14,13 @@ from glm_dcp_jax.cache.pools import Pools, pool_shapes
 from glm_dcp_jax.cache.records import RecordFormat
 from glm_dcp_jax.config import EngineConfig, ModelConfig
 from glm_dcp_jax.engine.formats import Formats
-from glm_dcp_jax.engine.steps import CompiledSteps
+from glm_dcp_jax.engine.steps import CompiledSteps, StepShape
 from glm_dcp_jax.kernels.row_blocks import WORKSPACE_BYTES
 from glm_dcp_jax.model.network import NetworkShape, abstract_network
 from glm_dcp_jax.parallel.attention import AttentionSettings
+from glm_dcp_jax.parallel.link import Link, assumed_link, memory_bandwidth
+from glm_dcp_jax.parallel.policy import DecodePolicy, Estimate
+from glm_dcp_jax.parallel.sharding import padded
 from glm_dcp_jax.parallel.transport import Choice, choose_transport
 
 _CPU_GATHER_BYTES = 2 * 2**20
@@ -26,11 +29,15 @@ _CPU_GATHER_BYTES = 2 * 2**20
 
 @dataclass(frozen=True)
 class Blueprint:
-    """Raises ConfigError, when its parts are first asked for, for flags that do not fit the model or the platform."""
+    """Raises ConfigError, when its parts are first asked for, for flags that do not fit the model or the platform.
+
+    link: what was measured between the devices; None: what is assumed of their kind.
+    """
 
     config: EngineConfig
     model: ModelConfig
     mesh: Mesh
+    link: Link | None = None
 
     @property
     def on_cpu(self) -> bool:
@@ -70,10 +77,10 @@ class Blueprint:
         return abstract_network(self.model, self.formats.compute, parallel.tensor_parallel_size)
 
     @cached_property
-    def steps(self) -> CompiledSteps:
-        """The steps, none of them compiled yet."""
+    def settings(self) -> AttentionSettings:
+        """What all attention paths share."""
         parallel = self.config.parallel
-        settings = AttentionSettings(
+        return AttentionSettings(
             layout=self.layout,
             record=self.record,
             comm_backend=parallel.dcp_comm_backend,
@@ -86,8 +93,36 @@ class Blueprint:
             transport=self.transport.transport,
             exchange_bytes=parallel.dcp_exchange_memory,
         )
+
+    @cached_property
+    def policy(self) -> DecodePolicy:
+        """What decides which path a decode step takes."""
+        device, tp = self.mesh.devices.flat[0], self.config.parallel.tensor_parallel_size
+        return DecodePolicy(
+            model=self.model,
+            settings=self.settings,
+            heads=padded(self.model.num_attention_heads, tp) // tp,
+            tp=tp,
+            weight_bytes=self.formats.compute.itemsize,
+            link=self.link or assumed_link(device.platform, device.device_kind),
+            memory_bandwidth=memory_bandwidth(device.platform, device.device_kind),
+        )
+
+    def decode_estimate(self, shape: StepShape) -> Estimate:
+        """The path that a decode step of this shape takes, and what it is expected to wait for."""
+        wanted = self.config.parallel.dcp_decode_path if self.layout.world > 1 else "queries"
+        local_tokens = shape.pages * self.layout.block_size
+        return self.policy.choose(wanted, shape.requests, shape.rows, local_tokens)
+
+    @cached_property
+    def steps(self) -> CompiledSteps:
+        """The steps, none of them compiled yet."""
         return CompiledSteps(
-            self.mesh, self.shape, settings, parallel.dcp_prefill_path, parallel.dcp_decode_path
+            self.mesh,
+            self.shape,
+            self.settings,
+            self.config.parallel.dcp_prefill_path,
+            lambda shape: self.decode_estimate(shape).path,
         )
 
     def parameters(self) -> Any:

@@ -10,6 +10,7 @@ import numpy as np
 from glm_dcp_jax.cache.capacity import capacity_lines
 from glm_dcp_jax.config import ConfigError, EngineConfig, ModelConfig, SamplingDefaults, sampling_defaults
 from glm_dcp_jax.engine.detokenizer import Detokenizer
+from glm_dcp_jax.engine.exchange_stats import ExchangeTotals
 from glm_dcp_jax.engine.outputs import Logprob, RequestOutput
 from glm_dcp_jax.engine.runner import Line, Runner
 from glm_dcp_jax.engine.sampling import IDLE_ROW, Sampled, row_params, sample
@@ -29,7 +30,7 @@ class EngineStats:
 
     cache_dtype: the record format in use.
 
-    compiles_after_warm_up: programs compiled while serving; anything but 0 is a defect.
+    compiles_after_warm_up: programs compiled while serving; anything but 0 is a defect. exchanges: between DCP ranks.
     """
 
     running: int
@@ -40,6 +41,7 @@ class EngineStats:
     prompt_tokens: int
     generation_tokens: int
     compiles_after_warm_up: int
+    exchanges: ExchangeTotals
 
 
 class Engine:
@@ -187,6 +189,7 @@ class Engine:
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             compiles_after_warm_up=self.runner.compiles.after_warm_up,
+            exchanges=self.runner.exchanges.totals(),
         )
 
     def _take_tokens(self, work: Work, logits: Any) -> list[RequestOutput]:

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
@@ -14,12 +15,14 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from tqdm import tqdm
 
+from glm_dcp_jax import environment
 from glm_dcp_jax.cache.capacity import resolve_max_model_len
 from glm_dcp_jax.cache.pools import make_pools
 from glm_dcp_jax.config import EngineConfig, ModelConfig
 from glm_dcp_jax.engine.blueprint import Blueprint
 from glm_dcp_jax.engine.buckets import Buckets
 from glm_dcp_jax.engine.compiles import CompileCounter
+from glm_dcp_jax.engine.exchange_stats import ExchangeStats
 from glm_dcp_jax.engine.memory import number_of_pages
 from glm_dcp_jax.engine.sampling import row_params, sample
 from glm_dcp_jax.engine.steps import StepShape, leaves_of
@@ -27,7 +30,9 @@ from glm_dcp_jax.model.load import load_parameters
 from glm_dcp_jax.model.network import StepOutput
 from glm_dcp_jax.model.safetensors_reader import Checkpoint
 from glm_dcp_jax.parallel.batch import Block
+from glm_dcp_jax.parallel.calibrate import measured_link
 from glm_dcp_jax.parallel.mesh import make_mesh
+from glm_dcp_jax.parallel.policy import as_table
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +52,8 @@ class Runner:
 
     def __init__(self, config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint) -> None:
         self.compiles = CompileCounter()
-        self.blueprint = Blueprint(config, model, make_mesh(config.parallel))
+        self.blueprint = _blueprint(config, model)
+        self.exchanges = ExchangeStats()
         self.mesh, self.layout, self.record = (
             self.blueprint.mesh,
             self.blueprint.layout,
@@ -68,6 +74,8 @@ class Runner:
             config.scheduler.max_model_len, model, self.num_pages, self.layout
         )
         self.buckets = Buckets.of(config.scheduler, self.max_model_len, self.layout)
+        if self.layout.world > 1:
+            _log.info("%s", self._decode_paths())
         self._pool_shapes = self.blueprint.pools(self.num_pages)
         self.reset_pools()
         self._vocab_size = model.vocab_size
@@ -90,7 +98,11 @@ class Runner:
     def decode(self, lines: Sequence[Line]) -> tuple[StepShape, StepOutput]:
         """Run one token of each line. Logits: [requests bucket, V], the lines' first."""
         shape = self.buckets.decode(len(lines), max(line.start + 1 for line in lines))
-        return shape, self._run(shape, lines, np.arange(shape.logits, dtype=np.int32))
+        out = self._run(shape, lines, np.arange(shape.logits, dtype=np.int32))
+        if self.layout.world > 1:
+            estimate = self.blueprint.decode_estimate(shape)
+            self.exchanges.add(estimate.path, estimate.received, out.moved)
+        return shape, out
 
     def warm_up(self, stopped: Callable[[], bool] = lambda: False) -> None:
         """Compile every step serving can ask for, two at a time, with a progress bar; gives up when `stopped`."""
@@ -130,6 +142,18 @@ class Runner:
             threading.Thread(target=work, name="compile", daemon=True).start()
         return done
 
+    def _decode_paths(self) -> str:
+        """For the log: what each decode path would wait for in each bucket, and which is taken."""
+        policy = self.blueprint.policy
+        shapes = [shape for shape in self.buckets.all() if shape.kind == "decode"]
+        buckets = [(shape.requests, shape.rows, shape.pages * self.layout.block_size) for shape in shapes]
+        link = policy.link
+        return (
+            f"DCP decode: modelled wait for exchanges a step, by a latency of {1e6 * link.latency:.1f} us and "
+            f"{link.bandwidth / 1e9:.1f} GB/s ({link.source})\n"
+            + as_table(policy, self.blueprint.config.parallel.dcp_decode_path, buckets)
+        )
+
     def reset_pools(self) -> None:
         """Start over with an empty, zeroed cache."""
         self.pools = make_pools(self._pool_shapes)
@@ -167,6 +191,19 @@ class Runner:
                 self.reset_pools()
                 raise
         return out
+
+
+def _blueprint(config: EngineConfig, model: ModelConfig) -> Blueprint:
+    """With what the link between the devices was measured to do, where a choice rests on it."""
+    blueprint = Blueprint(config, model, make_mesh(config.parallel))
+    if blueprint.layout.world == 1:
+        return blueprint
+    choice = blueprint.transport
+    _log.info("DCP transport: %s (%s)", choice.transport, choice.reason)
+    if config.parallel.dcp_decode_path != "auto":
+        return blueprint
+    link = measured_link(blueprint.mesh, choice.transport, environment.cache_folder("links"))
+    return replace(blueprint, link=link)
 
 
 def _next_of(done: "SimpleQueue[Exception | None]", stopped: Callable[[], bool]) -> Exception | None:

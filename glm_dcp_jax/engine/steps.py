@@ -23,7 +23,6 @@ from glm_dcp_jax.parallel.transport import compiler_options
 Kind = Literal["decode", "prefill"]
 PathMaker = Callable[[AttentionSettings], AttentionPath]
 DECODE_PATHS: dict[str, PathMaker] = {
-    "auto": QueriesDecode,
     "queries": QueriesDecode,
     "records": RecordsDecode,
     "bulk": BulkDecode,
@@ -53,13 +52,13 @@ def leaves_of(parameters: Any) -> tuple[Any, ...]:
 
 @dataclass
 class CompiledSteps:
-    """Steps by shape, compiled when first asked for."""
+    """Steps by shape, compiled when first asked for. decode_path: the path that a decode step of some shape takes."""
 
     mesh: Mesh
     shape: NetworkShape
     settings: AttentionSettings
     prefill_path: str
-    decode_path: str = "queries"
+    decode_path: Callable[[StepShape], str]
     _steps: dict[StepShape, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -95,7 +94,7 @@ class CompiledSteps:
         return step.lower(leaves_of(parameters), pools, block, ints(wanted.logits))
 
     def _step(self, wanted: StepShape) -> Any:
-        path = self._path(wanted.kind)
+        path = self._path(wanted)
         definition, settings = self.shape.definition, self.settings
         of_pools = pool_specs(settings.layout)
         tree = jax.tree.structure(self.shape.parameters)
@@ -115,8 +114,7 @@ class CompiledSteps:
             check_vma=False,
         )
 
-    def _path(self, kind: Kind) -> AttentionPath:
-        alone = self.settings.layout.world == 1
-        if kind == "decode":
-            return DECODE_PATHS["queries" if alone else self.decode_path](self.settings)
+    def _path(self, wanted: StepShape) -> AttentionPath:
+        if wanted.kind == "decode":
+            return DECODE_PATHS[self.decode_path(wanted)](self.settings)
         return PREFILL_PATHS[self.prefill_path](self.settings)

@@ -92,7 +92,7 @@ class DecodePolicy:
         return (world - 1) * max(capacity.fast, capacity.expected) * settings.record.record_bytes
 
     def _window(self, sparse: bool, rows: int) -> float:
-        """Seconds that reading a feed-forward's weights takes: of experts, those that some row is expected to choose."""
+        """Seconds that reading a feed-forward's weights takes: of experts, those that a row is expected to choose."""
         model = self.model
         if sparse:
             count, chosen = model.n_routed_experts, model.num_experts_per_tok

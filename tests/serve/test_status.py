@@ -108,14 +108,14 @@ async def test_without_a_tokenizer_they_say_so(client_of):
 
 
 async def scrape(client) -> dict[str, float]:
-    """Samples by name and, where there is one, finish reason; the labels all have in common are checked."""
+    """Samples by name and, where there is one, finish reason or path; the labels all have in common are checked."""
     answer = await client.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
     found = {}
     for family in text_string_to_metric_families(answer.text):
         for sample in family.samples:
             assert sample.labels["model_name"] == "fake" and sample.labels["engine"] == "0"
-            reason = sample.labels.get("finished_reason")
+            reason = sample.labels.get("finished_reason", sample.labels.get("path"))
             found[sample.name.removeprefix("glm_dcp:") + (f"[{reason}]" if reason else "")] = sample.value
             if sample.name.endswith("cache_config_info"):
                 assert sample.labels["block_size"] == "64" and sample.labels["num_gpu_blocks"] == "17"
@@ -135,6 +135,13 @@ async def test_metrics_count_requests_tokens_and_time(client):
     assert after["time_to_first_token_seconds_count"] == after["e2e_request_latency_seconds_count"] == 3
     assert after["num_requests_running"] == after["num_requests_waiting"] == 0
     assert after["kv_cache_usage_perc"] == 0.25
+
+
+async def test_metrics_say_what_decode_exchanged(client):
+    found = await scrape(client)
+    assert found["dcp_decode_steps_total[bulk]"] == 3 and found["dcp_decode_steps_total[queries]"] == 0
+    assert found["dcp_received_bytes_total"] == 1000 and found["dcp_overflows_total"] == 1
+    assert found["dcp_records_total"] == 60 and found["dcp_records_unique_ratio"] == 0.75
 
 
 async def test_failures_are_counted(engine, client):

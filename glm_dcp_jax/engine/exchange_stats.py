@@ -1,0 +1,64 @@
+"""What decode steps exchanged between the ranks of a DCP group, counted without making a step wait."""
+
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+_READ_TOGETHER = 16
+"""Steps whose counts are read from the device at once, when all but the last have long been computed."""
+
+
+@dataclass(frozen=True)
+class ExchangeTotals:
+    """Totals since the start. steps: decode steps by the path they took. received: bytes that each device got from
+    others in fast exchanges, query gathers and merges.
+
+    entries: selected positions of committed tokens, over Full layers and rows. records: those that travelled, each once
+    per request and Full layer. overflows: groups of layers whose rest went in rounds.
+    """
+
+    steps: dict[str, int] = field(default_factory=dict)
+    received: int = 0
+    entries: int = 0
+    records: int = 0
+    overflows: int = 0
+
+    @property
+    def unique_ratio(self) -> float:
+        """Records that travelled for each entry: 1 where no two rows of a request select the same; 0 before any did."""
+        return self.records / self.entries if self.entries else 0.0
+
+
+class ExchangeStats:
+    """Counts steps; may be read from another thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._steps: Counter[str] = Counter()
+        self._received = 0
+        self._moved = np.zeros(3, np.int64)
+        self._unread: list[Any] = []
+
+    def add(self, path: str, received: int, moved: Any) -> None:
+        """One decode step. moved: its parallel.attention.Moved, which may still be computed."""
+        with self._lock:
+            self._steps[path] += 1
+            self._received += received
+            self._unread.append(moved)
+            if len(self._unread) >= _READ_TOGETHER:
+                self._read()
+
+    def totals(self) -> ExchangeTotals:
+        """Of all steps so far; waits for the last one."""
+        with self._lock:
+            self._read()
+            entries, records, overflows = self._moved.tolist()
+            return ExchangeTotals(dict(self._steps), self._received, entries, records, overflows)
+
+    def _read(self) -> None:
+        for moved in self._unread:
+            self._moved += np.array([np.asarray(count) for count in moved], np.int64)
+        self._unread.clear()
