@@ -7,6 +7,7 @@ from glm_dcp_jax.config.errors import ConfigError
 COMM_BACKENDS = ("ag_rs", "a2a")
 PREFILL_PATHS = ("auto", "context", "queries")
 DECODE_PATHS = ("auto", "queries", "records", "bulk")
+PROJECT_FIRST = ("auto", "always", "never")
 TRANSPORTS = ("auto", "ce", "direct")
 RECORD_FORMATS = ("auto", "float32", "bfloat16", "fp8", "fp8_e4m3", "fp8_ds_mla", "nvfp4_ds_mla")
 RECORD_ALIASES = {"fp8": "fp8_ds_mla", "fp8_e4m3": "fp8_ds_mla"}
@@ -65,6 +66,7 @@ class ParallelConfig:
     dcp_decode_path: str = "auto"
     dcp_transport: str = "auto"
     dcp_exchange_memory: int = 512 * 2**20
+    dcp_project_first: str = "auto"
     dcp_indexer_shards: int = 1
 
     def __post_init__(self) -> None:
@@ -75,6 +77,7 @@ class ParallelConfig:
         one_of("dcp_prefill_path", self.dcp_prefill_path, PREFILL_PATHS)
         one_of("dcp_decode_path", self.dcp_decode_path, DECODE_PATHS)
         one_of("dcp_transport", self.dcp_transport, TRANSPORTS)
+        one_of("dcp_project_first", self.dcp_project_first, PROJECT_FIRST)
         at_least("dcp_exchange_memory", self.dcp_exchange_memory, 1)
         divides("dcp_indexer_shards", self.dcp_indexer_shards, "decode_context_parallel_size", dcp)
 

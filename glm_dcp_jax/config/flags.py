@@ -16,6 +16,7 @@ from glm_dcp_jax.config.engine import (
     KERNELS,
     NVFP4_ROPE_DTYPES,
     PREFILL_PATHS,
+    PROJECT_FIRST,
     RECORD_FORMATS,
     TRANSPORTS,
     CacheConfig,
@@ -55,6 +56,11 @@ FLAGS = (
     Flag("dcp_decode_path", "decode: what travels between ranks, docs/dcp.md; auto: queries", DECODE_PATHS),
     Flag("dcp_transport", "exchanges by copy engines or by kernels; auto: by the GPUs' link", TRANSPORTS),
     Flag("dcp_exchange_memory", "bytes per device for exchanged records; more go in rounds"),
+    Flag(
+        "dcp_project_first",
+        "path queries: project outputs to values before they are merged, for a copy of all heads' expansions",
+        PROJECT_FIRST,
+    ),
     Flag("dcp_prefill_path", "prefill: gather the context, or the queries; auto: context", PREFILL_PATHS),
     Flag(
         "dcp_indexer_shards", "parts of the index keys; 1: every rank keeps all of them; W: each its own part"

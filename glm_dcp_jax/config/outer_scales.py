@@ -19,16 +19,18 @@ def load_outer_scales(path: Path, num_layers: int, latent_width: int) -> tuple[f
     that are not finite and positive.
     """
     if not path.is_file():
-        raise ConfigError(f"--nvfp4-scales {path} is not a file")
+        raise ConfigError(
+            f"--nvfp4-scales {path} is not a file; scripts/calibrate_nvfp4_scales.py makes one for a model"
+        )
     content = read_json_object(path)
-    for key, wanted in (
-        ("format", FORMAT),
-        ("num_layers", num_layers),
-        ("latent_dim", latent_width),
-        ("denominator", DENOMINATOR),
+    for key, wanted, why in (
+        ("format", FORMAT, "no other format is known"),
+        ("denominator", DENOMINATOR, "the format divides by 6 * 448 whatever the model"),
+        ("num_layers", num_layers, "as many as the model has"),
+        ("latent_dim", latent_width, "the model's kv_lora_rank"),
     ):
         if content.get(key) != wanted:
-            raise ConfigError(f"{path}: {key} must be {wanted!r} for this model, but is {content.get(key)!r}")
+            raise ConfigError(f"{path}: {key} must be {wanted!r} ({why}), but is {content.get(key)!r}")
     scales = content.get("scales")
     if not isinstance(scales, list) or len(scales) != num_layers:
         raise ConfigError(f"{path}: scales must be a list of {num_layers} numbers, one per layer")

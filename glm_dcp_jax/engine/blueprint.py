@@ -3,7 +3,7 @@
 The running engine builds on it; so does whatever compiles its steps for devices that are not there.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -73,14 +73,14 @@ class Blueprint:
     @cached_property
     def shape(self) -> NetworkShape:
         """The network's parameters as shapes."""
-        parallel = self.config.parallel
-        return abstract_network(self.model, self.formats.compute, parallel.tensor_parallel_size)
+        tp, group_values = self.config.parallel.tensor_parallel_size, self.settings.project_rows is not None
+        return abstract_network(self.model, self.formats.compute, tp, group_values)
 
     @cached_property
     def settings(self) -> AttentionSettings:
         """What all attention paths share."""
         parallel = self.config.parallel
-        return AttentionSettings(
+        settings = AttentionSettings(
             layout=self.layout,
             record=self.record,
             comm_backend=parallel.dcp_comm_backend,
@@ -94,13 +94,34 @@ class Blueprint:
             exchange_bytes=parallel.dcp_exchange_memory,
         )
 
+        return replace(settings, project_rows=self._project_rows(self._policy(settings)))
+
     @cached_property
     def policy(self) -> DecodePolicy:
         """What decides which path a decode step takes."""
+        return self._policy(self.settings)
+
+    def _project_rows(self, policy: DecodePolicy) -> int | None:
+        """From how many rows on path `queries` projects before it merges; None if no step of it has as many."""
+        parallel, scheduler = self.config.parallel, self.config.scheduler
+        if parallel.dcp_project_first == "never" or self.layout.world == 1:
+            return None
+        if parallel.dcp_project_first == "always":
+            return 1
+        if (rows := policy.paying_rows) is None:
+            return None
+        longest = scheduler.max_model_len or self.model.max_position_embeddings
+        local_tokens = self.layout.pages_for(longest) * self.layout.block_size
+        fullest = policy.choose(parallel.dcp_decode_path, scheduler.max_num_seqs, 1, local_tokens)
+        in_decode = fullest.path == "queries" and scheduler.max_num_seqs >= rows
+        in_prefill = parallel.dcp_prefill_path == "queries" and scheduler.max_num_batched_tokens >= rows
+        return rows if in_decode or in_prefill else None
+
+    def _policy(self, settings: AttentionSettings) -> DecodePolicy:
         device, tp = self.mesh.devices.flat[0], self.config.parallel.tensor_parallel_size
         return DecodePolicy(
             model=self.model,
-            settings=self.settings,
+            settings=settings,
             heads=padded(self.model.num_attention_heads, tp) // tp,
             tp=tp,
             weight_bytes=self.formats.compute.itemsize,

@@ -30,7 +30,8 @@ class Projections(NamedTuple):
 class LatentAttention(nnx.Module):
     """Weights of one layer's MLA. Heads are sharded; q_a and kv_a are replicated."""
 
-    def __init__(self, config: ModelConfig, make: Maker) -> None:
+    def __init__(self, config: ModelConfig, make: Maker, group_values: bool = False) -> None:
+        """group_values: keep the value expansion of all heads of the DCP group too."""
         self.config = config
         heads, hidden, latent = config.num_attention_heads, config.hidden_size, config.kv_lora_rank
         nope, value, qk = config.qk_nope_head_dim, config.v_head_dim, config.qk_head_dim
@@ -48,7 +49,9 @@ class LatentAttention(nnx.Module):
         )
         by_head = ("heads", None, None)
         self.key_expansion = make(replace(kv_b, window=(1, 0, nope)), by_head)
-        self.value_expansion = make(replace(kv_b, window=(1, nope, nope + value)), by_head)
+        values = replace(kv_b, window=(1, nope, nope + value))
+        self.value_expansion = make(values, by_head)
+        self.group_values = make(values, ("group_heads", None, None)) if group_values else None
         output = Source((_PREFIX + "o_proj.weight",), (hidden, heads * value), view=(hidden, heads, value))
         self.output = make(output, (None, "heads", None))
 

@@ -10,7 +10,6 @@ from jaxtyping import Array, Float, Int
 
 from glm_dcp_jax.config import ModelConfig
 from glm_dcp_jax.kernels.index_keys import write_index_keys
-from glm_dcp_jax.kernels.selection import select_paged
 from glm_dcp_jax.model.attention import LatentAttention, Projections
 from glm_dcp_jax.model.elementary import rms_norm
 from glm_dcp_jax.model.feed_forward import GatedMLP, MixtureOfExperts
@@ -25,6 +24,7 @@ from glm_dcp_jax.parallel.attention import (
     Window,
 )
 from glm_dcp_jax.parallel.batch import Block, Selection
+from glm_dcp_jax.parallel.index_selection import select
 from glm_dcp_jax.parallel.mesh import TENSOR_AXES
 
 _PREFIX = "model.layers.{layer}."
@@ -68,10 +68,12 @@ class GroupTrace(NamedTuple):
 class Layer(nnx.Module):
     """One decoder layer's weights; only a Full layer has an indexer."""
 
-    def __init__(self, config: ModelConfig, full: bool, sparse: bool, make: Maker) -> None:
+    def __init__(
+        self, config: ModelConfig, full: bool, sparse: bool, make: Maker, group_values: bool
+    ) -> None:
         hidden = config.hidden_size
         self.input_norm = make.weight(_PREFIX + "input_layernorm.weight", (hidden,))
-        self.attention = LatentAttention(config, make)
+        self.attention = LatentAttention(config, make, group_values)
         self.indexer = Indexer(config, make) if full else None
         self.feed_forward_norm = make.weight(_PREFIX + "post_attention_layernorm.weight", (hidden,))
         self.feed_forward = (
@@ -82,12 +84,15 @@ class Layer(nnx.Module):
 
 
 class ShareGroup(nnx.Module):
-    """A Full layer and its Shared layers. `sparse`: which of them have experts."""
+    """A Full layer and its Shared layers. sparse: which of them have experts. group_values: see LatentAttention."""
 
-    def __init__(self, config: ModelConfig, sparse: tuple[bool, ...], make: Maker) -> None:
+    def __init__(
+        self, config: ModelConfig, sparse: tuple[bool, ...], make: Maker, group_values: bool = False
+    ) -> None:
         self.config = config
         self.layers = nnx.List(
-            Layer(config, member == 0, is_sparse, make) for member, is_sparse in enumerate(sparse)
+            Layer(config, member == 0, is_sparse, make, group_values)
+            for member, is_sparse in enumerate(sparse)
         )
 
     def __call__(
@@ -135,6 +140,7 @@ class ShareGroup(nnx.Module):
                 member,
                 layer.attention.key_expansion[...],
                 layer.attention.value_expansion[...],
+                None if layer.attention.group_values is None else layer.attention.group_values[...],
             )
             out, flights = _attend(layer.attention, view, projected, current, plans, flights, context)
             x = x + out.astype(x.dtype)
@@ -182,21 +188,7 @@ def _select(
     parts = zip(context.blocks, context.paths, context.cut(queries), context.cut(weights), strict=True)
     for block, path, block_q, block_w in parts:
         as_mask = path.wants_mask(block)
-        chosen = select_paged(
-            block_q,
-            block_w,
-            index_pool,
-            full_ordinal,
-            block.page_table,
-            block.visible,
-            settings.index_topk,
-            settings.record.index,
-            settings.layout.virtual_block,
-            settings.layout.block_size,
-            as_mask,
-            backend=settings.kernels,
-        )
-        selections.append(Selection(None, chosen) if as_mask else Selection(chosen, None))
+        selections.append(select(block_q, block_w, index_pool, full_ordinal, block, settings, as_mask))
     return index_pool, selections
 
 

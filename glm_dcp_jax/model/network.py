@@ -41,13 +41,13 @@ class StepOutput(NamedTuple):
 class Network(nnx.Module):
     """All weights. Each stage is one ShareGroup; weights of several equal groups are stacked on a leading axis."""
 
-    def __init__(self, config: ModelConfig, dtype: Any, tp: int) -> None:
+    def __init__(self, config: ModelConfig, dtype: Any, tp: int, group_values: bool = False) -> None:
         self.config = config
         make = Maker(dtype, tp)
         table = (config.vocab_size, config.hidden_size)
         self.embedding = make.weight("model.embed_tokens.weight", table, ("vocab", None))
         self.stages = nnx.List(
-            ShareGroup(config, run.sparse, Maker(dtype, tp, run.num_groups if run.num_groups > 1 else None))
+            ShareGroup(config, run.sparse, Maker(dtype, tp, _stacked(run)), group_values)
             for run in config.stages
         )
         self.norm = make.weight("model.norm.weight", (config.hidden_size,))
@@ -115,6 +115,11 @@ class Network(nnx.Module):
         part = jnp.einsum("mh,vh->mv", normed, self.head[...], preferred_element_type=jnp.float32)
         whole = jax.lax.all_gather(part, TENSOR_AXES, axis=1, tiled=True)
         return whole[:, : self.config.vocab_size]
+
+
+def _stacked(run: Run) -> int | None:
+    """How many groups' weights are stacked on a leading axis; None where there is no such axis."""
+    return run.num_groups if run.num_groups > 1 else None
 
 
 def _rank() -> Int[Array, ""]:
@@ -231,9 +236,9 @@ def is_variable(leaf: Any) -> bool:
     return isinstance(leaf, nnx.Variable)
 
 
-def abstract_network(config: ModelConfig, dtype: Any, tp: int) -> NetworkShape:
+def abstract_network(config: ModelConfig, dtype: Any, tp: int, group_values: bool = False) -> NetworkShape:
     """Shapes first: what parameters there are, and how each lies on the mesh."""
-    definition, parameters = nnx.split(nnx.eval_shape(lambda: Network(config, dtype, tp)))
+    definition, parameters = nnx.split(nnx.eval_shape(lambda: Network(config, dtype, tp, group_values)))
     specs = jax.tree.map(
         lambda variable: spec_of(variable.get_metadata("axes")), parameters, is_leaf=is_variable
     )

@@ -43,13 +43,15 @@ class Queries(NamedTuple):
 class AttentionLayer(NamedTuple):
     """What a path needs to know of a layer. number: its index into the pools. member: its index in its share group.
 
-    kv_b split per local head: key_expansion: [h, nope, C], value_expansion: [h, v, C].
+    kv_b split per local head: key_expansion: [h, nope, C], value_expansion: [h, v, C]. group_values: the latter of all
+    heads of the DCP group, where each rank keeps it.
     """
 
     number: Int[Array, ""] | int
     member: int
     key_expansion: Float[Array, "h nope C"]
     value_expansion: Float[Array, "h v C"]
+    group_values: Float[Array, "WH v C"] | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class AttentionSettings:
 
     gather_bytes: records that sparse prefill gathers at once. latent_scales: each layer's outer scale; None: all 1.
     transport: how records are exchanged. exchange_bytes: what a device may hold of exchanged records.
+    project_rows: from how many rows on partial outputs become values before they are merged; None: never.
     kernels: which implementation of the ops runs. shared_memory: bytes that a program of a kernel may take.
     """
 
@@ -71,6 +74,7 @@ class AttentionSettings:
     latent_scales: tuple[float, ...] | None = None
     transport: Transport = "direct"
     exchange_bytes: int = 512 * 2**20
+    project_rows: int | None = None
     kernels: Backend = "auto"
     shared_memory: int = SHARED_MEMORY
 

@@ -2,8 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, DTypeLike, Float, Shaped
 
+from glm_dcp_jax.cache.codecs import from_bytes, to_bytes
 from glm_dcp_jax.parallel.mesh import DCP
 
 
@@ -15,20 +16,29 @@ def gather_heads(q: Float[Array, "T H D"]) -> Float[Array, "T WH D"]:
 
 @jax.named_scope("merge")
 def merge_partials(
-    out: Float[Array, "T WH C"], lse: Float[Array, "T WH"], backend: str
+    out: Float[Array, "T WH C"], lse: Float[Array, "T WH"], backend: str, dtype: DTypeLike = jnp.float32
 ) -> Float[Array, "T H C"]:
     """Combine partial outputs by their natural-log LSE; each rank keeps its own heads.
 
     A rank that saw no key brings out 0 and lse -inf and does not count; a row no rank has a key for becomes 0.
     backend `ag_rs`: LSEs are gathered, weighted outputs reduce-scattered. `a2a`: each rank receives every part of its
-    own heads, LSEs among the columns, and adds them up.
+    own heads as `dtype`, LSEs among the columns, and adds them up. All sums are float32.
     """
     if backend == "ag_rs":
         weight = _weights(jax.lax.all_gather(lse, DCP))[jax.lax.axis_index(DCP)]
         return jax.lax.psum_scatter(out * weight[..., None], DCP, scatter_dimension=1, tiled=True)
-    both = _split(jnp.concatenate([out, lse[..., None]], axis=-1))
-    parts = jax.lax.all_to_all(both, DCP, split_axis=0, concat_axis=0)
-    return jnp.sum(parts[..., :-1] * _weights(parts[..., -1])[..., None], axis=0)
+    sent = jnp.concatenate([_as_words(out.astype(dtype)), _as_words(lse[..., None], dtype)], axis=-1)
+    words = jax.lax.all_to_all(_split(sent), DCP, split_axis=0, concat_axis=0)
+    columns = out.shape[-1]
+    parts = jax.lax.bitcast_convert_type(words[..., :columns], dtype).astype(jnp.float32)
+    parts_lse = from_bytes(to_bytes(words[..., columns:]), jnp.float32)[..., 0]
+    return jnp.sum(parts * _weights(parts_lse)[..., None], axis=0)
+
+
+def _as_words(values: Float[Array, "*rows n"], like: DTypeLike | None = None) -> Shaped[Array, "*rows words"]:
+    """The bits of the last axis as unsigned integers of the size of `like`, which no compiler takes for numbers."""
+    size = jnp.dtype(like or values.dtype).itemsize
+    return from_bytes(to_bytes(values), jnp.dtype(f"uint{8 * size}"))
 
 
 def _split(by_head: Float[Array, "T WH *rest"]) -> Float[Array, "W T H *rest"]:

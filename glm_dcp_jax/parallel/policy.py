@@ -5,6 +5,7 @@ reading of a layer's feed-forward weights, is too short for. Nothing else differ
 same records with as many multiplications.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,8 +15,7 @@ from glm_dcp_jax.parallel.attention import AttentionSettings
 from glm_dcp_jax.parallel.capacity import Capacity
 from glm_dcp_jax.parallel.link import Link
 
-LSE_BYTES = PARTIAL_BYTES = 4
-"""Partial outputs and their LSEs travel as float32."""
+_FLOAT32 = 4
 
 
 class Estimate(NamedTuple):
@@ -58,15 +58,34 @@ class DecodePolicy:
             self._bulk(requests, rows, local_tokens),
         )
 
+    @property
+    def paying_rows(self) -> int | None:
+        """From how many rows on it pays to project partial outputs to values before they are merged; None: never.
+
+        Each row then sends v instead of C numbers a head, for the reading of the other ranks' value expansions.
+        """
+        spared = self.settings.latent_width - self.model.v_head_dim
+        if spared <= 0 or math.isinf(self.memory_bandwidth):
+            return None
+        expansion = self.settings.latent_width * self.model.v_head_dim * self.weight_bytes
+        reading = expansion / self.memory_bandwidth
+        return math.ceil(reading / (spared * self._partial_bytes / self.link.bandwidth))
+
+    @property
+    def _partial_bytes(self) -> int:
+        """Of an element of partial outputs: a2a sends the activations' type, ag_rs sums in float32."""
+        return self.weight_bytes if self.settings.comm_backend == "a2a" else _FLOAT32
+
     def _queries(self, rows: int) -> Estimate:
         others, heads = self.settings.layout.world - 1, self.heads
-        latent, width = self.settings.latent_width, self.model.record_width
-        gathered = others * rows * heads * width * self.weight_bytes
-        partials = others * rows * heads * latent * PARTIAL_BYTES
+        projected = self.settings.project_rows is not None and rows >= self.settings.project_rows
+        columns = self.model.v_head_dim if projected else self.settings.latent_width
+        gathered = others * rows * heads * self.model.record_width * self.weight_bytes
+        partials = others * rows * heads * columns * self._partial_bytes
         if self.settings.comm_backend == "a2a":
-            parts = [gathered, partials + others * rows * heads * LSE_BYTES]
+            parts = [gathered, partials + others * rows * heads * _FLOAT32]
         else:
-            parts = [gathered, others * rows * heads * (others + 1) * LSE_BYTES, partials]
+            parts = [gathered, others * rows * heads * (others + 1) * _FLOAT32, partials]
         layers = self.model.num_hidden_layers
         waited = layers * sum(self.link.seconds(part) for part in parts)
         return Estimate("queries", layers * len(parts), 0, layers * sum(parts), waited)

@@ -18,9 +18,9 @@ from glm_dcp_jax.kernels.row_blocks import WORKSPACE_BYTES, map_row_blocks
 from glm_dcp_jax.kernels.sparse_attention import MOST_ROWS, sparse_attention
 from glm_dcp_jax.parallel.attention import AttentionLayer, AttentionSettings, Queries, Stationary
 from glm_dcp_jax.parallel.batch import Block, Selection
-from glm_dcp_jax.parallel.merge import gather_heads, merge_partials
+from glm_dcp_jax.parallel.merge import gather_heads
 from glm_dcp_jax.parallel.mesh import DCP
-from glm_dcp_jax.parallel.queries import absorb, expand_values
+from glm_dcp_jax.parallel.queries import absorb, expand_values, merged_values
 
 DENSE_CONTEXT = 4
 """Contexts up to this many times index_topk are attended densely: below, gathering costs more (measured on CPU)."""
@@ -73,7 +73,7 @@ class ContextPrefill(_Prefill):
             return each_request(dense, scores, queries.nope, queries.rope, context, selection.mask)
         assert selection.positions is not None
         out, _ = _attend_selected(settings, absorb(queries, layer), context, selection.positions)
-        return jax.vmap(lambda part: expand_values(part, layer, dtype))(out)
+        return jax.vmap(lambda part: expand_values(part, layer.value_expansion, dtype))(out)
 
     def _in_position_order(self, own: Float[Array, "N PB width"]) -> Float[Array, "N L width"]:
         """Gather all ranks' pages and interleave them: position = stripe * W * I + rank * I + i."""
@@ -120,12 +120,9 @@ class QueriesPrefill(_Prefill):
             mine = layout.owner(selection.positions) == rank
             slots = jnp.where(mine, layout.local(selection.positions), -1)
             out, lse = _attend_selected(settings, q, owned, slots)
-        merged = merge_partials(
-            out.reshape(requests * rows, *out.shape[2:]),
-            lse.reshape(requests * rows, -1),
-            settings.comm_backend,
-        )
-        return expand_values(merged, layer, dtype).reshape(requests, rows, merged.shape[1], -1)
+        flat = out.reshape(requests * rows, *out.shape[2:]), lse.reshape(requests * rows, -1)
+        values = merged_values(*flat, layer, settings, dtype)
+        return values.reshape(requests, rows, *values.shape[1:])
 
     def _owned_context(
         self,

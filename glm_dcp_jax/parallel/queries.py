@@ -86,9 +86,8 @@ class QueriesDecode(Stationary):
             settings.kernels,
             settings.shared_memory,
         )
-        if not alone:
-            out = merge_partials(out, lse, settings.comm_backend)
-        return expand_values(out, layer, dtype).reshape(requests, rows, out.shape[1], -1)
+        values = merged_values(out, lse, layer, settings, dtype)
+        return values.reshape(requests, rows, *values.shape[1:])
 
 
 def _packed(slots: Int[Array, "T K"]) -> Int[Array, "T K"]:
@@ -109,10 +108,27 @@ def absorb(queries: Queries, layer: AttentionLayer) -> Float[Array, "N S h CR"]:
     return jnp.concatenate([latent.astype(queries.rope.dtype), queries.rope], axis=-1)
 
 
+def merged_values(
+    out: Float[Array, "T WH C"],
+    lse: Float[Array, "T WH"],
+    layer: AttentionLayer,
+    settings: AttentionSettings,
+    dtype: jnp.dtype,
+) -> Float[Array, "T h v"]:
+    """This rank's heads' values from partial outputs over the DCP group's heads.
+
+    Expanded first, they are v instead of C numbers a head on their way, but every rank reads all heads' expansion.
+    """
+    if settings.layout.world == 1:
+        return expand_values(out, layer.value_expansion, dtype)
+    if layer.group_values is not None and out.shape[0] >= (settings.project_rows or 1):
+        partial_values = expand_values(out, layer.group_values, dtype)
+        return merge_partials(partial_values, lse, settings.comm_backend, dtype)
+    return expand_values(merge_partials(out, lse, settings.comm_backend, dtype), layer.value_expansion, dtype)
+
+
 def expand_values(
-    out: Float[Array, "T h C"], layer: AttentionLayer, dtype: jnp.dtype
+    out: Float[Array, "T h C"], value_expansion: Float[Array, "h v C"], dtype: jnp.dtype
 ) -> Float[Array, "T h v"]:
     """Latent outputs to per-head values, accumulated in float32."""
-    return jnp.einsum(
-        "thc,hvc->thv", out.astype(dtype), layer.value_expansion, preferred_element_type=jnp.float32
-    )
+    return jnp.einsum("thc,hvc->thv", out.astype(dtype), value_expansion, preferred_element_type=jnp.float32)

@@ -95,7 +95,9 @@ class _OverRecords:
                 out, lse = jax.lax.cond(
                     plan.overflow, lambda: self._with_rest(out, lse, q, plan, ckv, layer), lambda: (out, lse)
                 )
-        return expand_values(out, layer, queries.nope.dtype).reshape(requests, rows, out.shape[1], -1)
+        return expand_values(out, layer.value_expansion, queries.nope.dtype).reshape(
+            requests, rows, out.shape[1], -1
+        )
 
     def _with_rest(
         self, out: Array, lse: Array, q: Array, plan: RecordsPlan, ckv: Array, layer: AttentionLayer

@@ -2,15 +2,16 @@
 
 from jax.sharding import PartitionSpec as P
 
-from glm_dcp_jax.parallel.mesh import TENSOR_AXES
+from glm_dcp_jax.parallel.mesh import REPLICA, TENSOR_AXES
 
 RULES: dict[str | None, tuple[str, ...] | None] = {
     "heads": TENSOR_AXES,
     "ffn": TENSOR_AXES,
     "vocab": TENSOR_AXES,
+    "group_heads": (REPLICA,),
     None: None,
 }
-"""Everything else (norms, indexer, q_a, kv_a, router) is replicated."""
+"""group_heads: those of a DCP group on each of its ranks. Norms, indexer, q_a, kv_a and router are replicated."""
 
 
 def spec_of(axes: tuple[str | None, ...]) -> P:
