@@ -19,9 +19,11 @@ FLOAT_DTYPES = ("bfloat16", "float16", "float32")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 """vLLM's other names."""
 DTYPES = ("auto", *FLOAT_DTYPES, *DTYPE_ALIASES)
+MAX_DEVICES = 65_536
+MAX_BLOCK_SIZE = 1_048_576
 MAX_SEQS = 65_536
 MAX_BATCHED_TOKENS = 1_048_576
-"""Steps of more than these are a slip of the pen: arrays of that size are made at start."""
+"""More than these is a slip of the pen, and would take the machine's memory or time before anything else is said."""
 
 
 def at_least(name: str, value: int, least: int, most: int | None = None) -> None:
@@ -71,7 +73,7 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         tp, dcp = self.tensor_parallel_size, self.decode_context_parallel_size
-        at_least("tensor_parallel_size", tp, 1)
+        at_least("tensor_parallel_size", tp, 1, MAX_DEVICES)
         divides("decode_context_parallel_size", dcp, "tensor_parallel_size", tp)
         one_of("dcp_comm_backend", self.dcp_comm_backend, COMM_BACKENDS)
         one_of("dcp_prefill_path", self.dcp_prefill_path, PREFILL_PATHS)
@@ -102,7 +104,7 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         block, interleave = self.block_size, self.cp_kv_cache_interleave_size
-        at_least("block_size", block, 1)
+        at_least("block_size", block, 1, MAX_BLOCK_SIZE)
         divides("cp_kv_cache_interleave_size", interleave, "block_size", block)
         one_of("kv_cache_dtype", self.kv_cache_dtype, RECORD_FORMATS)
         one_of("nvfp4_rope_dtype", self.nvfp4_rope_dtype, NVFP4_ROPE_DTYPES)

@@ -176,7 +176,10 @@ def _typed(name: str, value: Any) -> Any:
         return _sizes(name, value)
     kind = value_type(name)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ConfigError(f"{name} is beyond all numbers it could be") from None
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ConfigError(f"{name} takes {kind.__name__}, but got {value!r}")
     return value

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from glm_dcp_jax.config.cache_scheme import cache_scheme, is_only_about_the_cache
+from glm_dcp_jax.config.cache_scheme import cache_scheme, is_only_about_the_cache, says_something
 from glm_dcp_jax.config.engine import FLOAT_DTYPES, one_of
 from glm_dcp_jax.config.errors import ConfigError
 from glm_dcp_jax.config.fields import Fields
@@ -147,8 +147,11 @@ class ModelConfig:
         """
         config = read_json_object(directory / "config.json")
         quantised = directory / "hf_quant_config.json"
-        if quantised.exists() and config.get("quantization_config") is None:
-            config["quantization_config"] = read_json_object(quantised).get("quantization")
+        if quantised.exists() and not says_something(config.get("quantization_config") or {}):
+            section = read_json_object(quantised).get("quantization")
+            if not isinstance(section, Mapping | None):
+                raise ConfigError(f"{quantised}: quantization must be an object, but is {section!r}")
+            config["quantization_config"] = section
         generation = directory / "generation_config.json"
         if generation.exists():
             eos = read_json_object(generation).get("eos_token_id")
@@ -166,7 +169,7 @@ def _refuse_unknown(fields: Fields) -> None:
         if fields.get(field, only) != only:
             raise ConfigError(f"{field} {fields[field]!r} is not supported; only {only!r} is")
     section = fields.section("quantization_config")
-    if "quantization_config" in fields and not is_only_about_the_cache(section):
+    if says_something(section) and not is_only_about_the_cache(section):
         method = section.get("quant_method", "unknown")
         raise ConfigError(
             f"the checkpoint is quantised ({method}); only bfloat16, float16 and float32 weights can be loaded"

@@ -1,6 +1,5 @@
 """Calibrated outer scales of nvfp4_ds_mla records: one per layer, from a JSON file that others' tools write too."""
 
-import math
 from pathlib import Path
 
 from glm_dcp_jax.config.errors import ConfigError
@@ -37,11 +36,19 @@ def load_outer_scales(path: Path, num_layers: int, latent_width: int) -> tuple[f
     for layer, scale in enumerate(scales):
         if isinstance(scale, bool) or not isinstance(scale, int | float) or not _usable(scale):
             raise ConfigError(
-                f"{path}: the scale of layer {layer} must be a positive number, but is {scale!r}"
+                f"{path}: the scale of layer {layer} must be a number of 2**-126 to 2**126, but is {_short(scale)}"
             )
     return tuple(map(float, scales))
 
 
 def _usable(scale: float) -> bool:
     """Whether division by it keeps a float32 what it is."""
-    return math.isfinite(scale) and 2.0**-126 <= scale <= 2.0**126
+    return 2.0**-126 <= scale <= 2.0**126
+
+
+def _short(value: object) -> str:
+    """A value as it is written, as far as a message needs it: integers in JSON have no end."""
+    try:
+        return repr(value)[:60]
+    except ValueError:
+        return "an integer of thousands of digits"

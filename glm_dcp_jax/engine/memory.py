@@ -38,7 +38,9 @@ def number_of_pages(
         return pages
     if on_cpu:
         # An unset cache on the CPU holds at least one page of any geometry.
-        return max(2, CPU_DEFAULT_BYTES // each)
+        pages = max(2, CPU_DEFAULT_BYTES // each)
+        _require_room(pages * each, mesh, on_cpu)
+        return pages
     stats = [device.memory_stats() for device in mesh.local_devices]
     budget = free_bytes(stats, cache.gpu_memory_utilization)
     needed = workspace(pages_in(budget, model, layout, record))
@@ -63,7 +65,7 @@ def _require_room(cache_bytes: int, mesh: Mesh, on_cpu: bool) -> None:
     if wanted > there:
         raise ConfigError(
             f"a cache of this size takes {wanted / GIB:,.2f} GiB on {where} has {there / GIB:,.2f} GiB; lower "
-            "--kv-cache-memory-bytes or --num-gpu-blocks-override"
+            "--kv-cache-memory-bytes or --num-gpu-blocks-override, or --block-size where that was set"
         )
 
 

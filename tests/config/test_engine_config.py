@@ -23,6 +23,17 @@ def test_dcp_divides_tp_or_the_error_lists_what_does(tp):
         )
 
 
+def test_indexer_shards_divide_dcp_or_the_error_lists_what_does():
+    for shards in (1, 2, 3, 6):
+        assert ParallelConfig(12, 6, dcp_indexer_shards=shards).dcp_indexer_shards == shards
+    for shards in (4, 5, 12):
+        with pytest.raises(ConfigError) as raised:
+            ParallelConfig(12, 6, dcp_indexer_shards=shards)
+        assert str(raised.value) == (
+            f"dcp_indexer_shards {shards} does not divide decode_context_parallel_size 6; use one of 1, 2, 3, 6"
+        )
+
+
 @pytest.mark.parametrize("block", [1, 6, 16, 64])
 def test_interleave_divides_the_block_or_the_error_lists_what_does(block):
     divisors = [size for size in range(1, block + 1) if block % size == 0]
@@ -43,6 +54,7 @@ def test_interleave_divides_the_block_or_the_error_lists_what_does(block):
     [
         (ParallelConfig, "tensor_parallel_size"),
         (ParallelConfig, "decode_context_parallel_size"),
+        (ParallelConfig, "dcp_indexer_shards"),
         (CacheConfig, "block_size"),
         (CacheConfig, "cp_kv_cache_interleave_size"),
         (CacheConfig, "num_gpu_blocks_override"),
@@ -71,6 +83,19 @@ def test_absurd_step_sizes_are_refused(name, most):
     assert getattr(SchedulerConfig(**{name: most}), name) == most
     with pytest.raises(ConfigError, match=f"{name} must be at most {most}, but is {most + 1}"):
         SchedulerConfig(**{name: most + 1})
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (ParallelConfig, {"tensor_parallel_size": 10**11, "decode_context_parallel_size": 3}),
+        (CacheConfig, {"block_size": 10**11, "cp_kv_cache_interleave_size": 3}),
+    ],
+)
+def test_sizes_without_end_are_refused_at_once(kind, settings):
+    """Listing what would divide them would take hours."""
+    with pytest.raises(ConfigError, match="must be at most"):
+        kind(**settings)
 
 
 @pytest.mark.parametrize("value", [0.0, -0.1, 1.01, math.nan, math.inf])

@@ -163,3 +163,8 @@ def test_a_choice_that_does_not_exist_lists_those_that_do(name):
 def test_refused_values_of_a_section_come_through():
     with pytest.raises(ConfigError, match="does not divide tensor_parallel_size 4; use one of 1, 2, 4"):
         engine_config("m", tensor_parallel_size=4, decode_context_parallel_size=3)
+
+
+def test_a_number_beyond_all_floats_is_refused():
+    with pytest.raises(ConfigError, match="gpu_memory_utilization is beyond"):
+        engine_config("m", gpu_memory_utilization=10**400)

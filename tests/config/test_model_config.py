@@ -146,7 +146,6 @@ class TestRefused:
     @pytest.mark.parametrize("method", ["fp8", "modelopt", "compressed-tensors"])
     def test_quantised_checkpoints(self, method):
         refused(rf"quantised \({method}\)", quantization_config={"quant_method": method})
-        refused("quantised", quantization_config={})
 
     def test_grouped_queries(self):
         refused("num_key_value_heads 8 differs from num_attention_heads 64", num_key_value_heads=8)

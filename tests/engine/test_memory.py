@@ -7,6 +7,7 @@ from tiny import tiny_llm
 
 from glm_dcp_jax.cache.capacity import page_bytes
 from glm_dcp_jax.config import CacheConfig, ConfigError, ParallelConfig, engine_config
+from glm_dcp_jax.engine import memory
 from glm_dcp_jax.engine.memory import CPU_DEFAULT_BYTES, free_bytes, number_of_pages
 from glm_dcp_jax.parallel.mesh import make_mesh
 
@@ -44,6 +45,13 @@ def test_on_a_cpu_256_mib_unless_told_otherwise(llm):
     assert pages(llm, CacheConfig(), mesh) == CPU_DEFAULT_BYTES // each
     assert pages(llm, CacheConfig(kv_cache_memory_bytes=10 * each + 1), mesh) == 10
     assert pages(llm, CacheConfig(kv_cache_memory_bytes=10 * each, num_gpu_blocks_override=3), mesh) == 4
+
+
+def test_the_smallest_cache_on_a_cpu_must_fit_too(llm, monkeypatch):
+    monkeypatch.setattr(memory, "_available_host_bytes", lambda: 1000)
+    monkeypatch.setattr(memory, "CPU_DEFAULT_BYTES", 1)
+    with pytest.raises(ConfigError, match="a cache of this size takes .*--block-size"):
+        pages(llm, CacheConfig(), make_mesh(ParallelConfig()))
 
 
 def test_on_gpus_the_fullest_one_decides_and_the_workspace_is_set_aside(llm):
