@@ -55,13 +55,13 @@ class AbstractEngine:
         return self.blueprint.parameters()
 
     @cached_property
-    def pools(self) -> Pools:
+    def pools(self) -> tuple[Pools, ...]:
         return self.blueprint.pools(self.layout.pages_for(self.pool_tokens) + 1)
 
     @property
     def layer_pool_bytes(self) -> int:
         """One layer's CKV pool on one device."""
-        return bytes_on_a_device(self.pools.ckv) // self.model.num_hidden_layers
+        return bytes_on_a_device([part.ckv for part in self.pools]) // self.model.num_hidden_layers
 
     @property
     def layer_expert_bytes(self) -> int:
@@ -73,7 +73,8 @@ class AbstractEngine:
     def compile(self, kind: Kind, requests: int, rows: int, context: int) -> "Program":
         """A step for `requests` of `rows` each, whose page tables span `context` tokens; logits of one row each."""
         shape = StepShape(kind, requests, rows, self.layout.pages_for(context), requests)
-        memory = self.blueprint.steps.compile(shape, self.parameters, self.pools).memory_analysis()
+        (program,) = self.blueprint.steps.compile(shape, self.parameters, self.pools).programs
+        memory = program.memory_analysis()
         # Tokens, positions, page table and logit rows: int32, on every device.
         return Program(self, memory, 4 * (2 * requests * rows + requests * shape.pages + requests))
 

@@ -9,7 +9,6 @@ from jax.sharding import PartitionSpec as P
 
 from glm_dcp_jax.cache.placement import Layout
 from glm_dcp_jax.cache.records import RecordFormat
-from glm_dcp_jax.config import ModelConfig
 
 
 class Pools(NamedTuple):
@@ -30,13 +29,16 @@ def pool_specs(layout: Layout) -> Pools:
 
 
 def pool_shapes(
-    mesh: Mesh, model: ModelConfig, layout: Layout, record: RecordFormat, num_pages: int
+    mesh: Mesh, layers: int, full_layers: int, layout: Layout, record: RecordFormat, num_pages: int
 ) -> Pools:
-    """Pools of `num_pages` pages, the null page included: jax.ShapeDtypeStructs of global arrays, with shardings."""
+    """Pools of so many layers, those with an indexer among them, and pages, the null page included.
+
+    As jax.ShapeDtypeStructs of global arrays, with shardings.
+    """
     copies = 1 if layout.index_shards == 1 else layout.world
     index_slots = num_pages * layout.index_layout.block_size * copies
-    index_shape = record.index.pool_shape(model.num_full_layers, index_slots, layout.block_size)
-    ckv_shape = (model.num_hidden_layers, num_pages * layout.virtual_block, record.width)
+    index_shape = record.index.pool_shape(full_layers, index_slots, layout.block_size)
+    ckv_shape = (layers, num_pages * layout.virtual_block, record.width)
     specs = pool_specs(layout)
 
     def place(shape: tuple[int, ...], dtype: Any, spec: P) -> jax.ShapeDtypeStruct:

@@ -16,6 +16,8 @@ FP8_GROUP = 128
 NVFP4_GROUP = 16
 """Latent values that share an E4M3 scale in nvfp4_ds_mla."""
 _FLOATS = ("float32", "bfloat16", "float16")
+_NAMES = (*_FLOATS, "fp8_ds_mla", "nvfp4_ds_mla")
+_ROPE_KINDS = ("bfloat16", "fp8")
 
 NVFP4_GAP = 16
 """Bytes between scales and roped key in nvfp4_ds_mla: zero, or the roped key's scale in front of zeros."""
@@ -85,9 +87,9 @@ class RecordFormat:
 
     @staticmethod
     def named(name: str, model: ModelConfig, rope_kind: str = "bfloat16") -> "RecordFormat":
-        """A format at the model's sizes. rope_kind: bfloat16 or fp8, of nvfp4_ds_mla only.
+        """A format at the model's sizes. rope_kind: bfloat16, or of nvfp4_ds_mla fp8; plain floats need no choice.
 
-        Raises ConfigError for a latent that the format cannot hold.
+        Raises ConfigError for names and kinds that there are not, and for widths that the format cannot hold.
         """
         return RecordFormat.sized(
             name, model.kv_lora_rank, model.qk_rope_head_dim, model.index_head_dim, rope_kind
@@ -98,16 +100,15 @@ class RecordFormat:
         name: str, latent: int, rope: int, index_width: int, rope_kind: str = "bfloat16"
     ) -> "RecordFormat":
         """A format at any sizes; see `named`. float16 is one too: what float16 arithmetic decodes records to."""
+        _check(name, rope_kind, latent=latent, rope=rope, index_width=index_width)
         if name in _FLOATS:
             fields = _laid_out(("latent", name, latent), ("rope", name, rope))
             return RecordFormat(name, latent, rope, fields, IndexKeyFormat(name, index_width))
         if name == "fp8_ds_mla":
             scales = ("latent_scales", "float32", -(-latent // FP8_GROUP))
             fields = _laid_out(("latent", "e4m3", latent), scales, ("rope", "bfloat16", rope))
-        elif name == "nvfp4_ds_mla":
-            fields = _nvfp4_fields(latent, rope, rope_kind)
         else:
-            raise ConfigError(f"there is no record format {name!r}")
+            fields = _nvfp4_fields(latent, rope, rope_kind)
         return RecordFormat(name, latent, rope, fields, IndexKeyFormat("e4m3", index_width))
 
     @property
@@ -202,6 +203,21 @@ class RecordFormat:
             return codecs.from_bytes(raw, jnp.bfloat16).astype(jnp.float32)
         scale = codecs.from_bytes(self._bytes(records, "rope_scale"), jnp.float32)
         return codecs.decode_e4m3(raw) * scale
+
+
+def _check(name: str, rope_kind: str, **widths: int) -> None:
+    if name not in _NAMES:
+        raise ConfigError(f"there is no record format {name!r}; use one of {', '.join(_NAMES)}")
+    if rope_kind not in _ROPE_KINDS:
+        raise ConfigError(f"a roped key cannot be kept as {rope_kind!r}; use {' or '.join(_ROPE_KINDS)}")
+    if rope_kind == "fp8" and name != "nvfp4_ds_mla":
+        raise ConfigError(
+            f"--nvfp4-rope-dtype fp8 is for nvfp4_ds_mla records, but these are {name}; leave the roped key in "
+            "bfloat16, or add --kv-cache-dtype nvfp4_ds_mla"
+        )
+    for width, size in widths.items():
+        if size < 1:
+            raise ConfigError(f"a {name} record cannot have {width} {size}; widths are at least 1")
 
 
 def _laid_out(*fields: tuple[str, str, int]) -> tuple[Field, ...]:

@@ -69,6 +69,7 @@ class ParallelConfig:
     dcp_transport: str = "auto"
     dcp_exchange_memory: int = 512 * 2**20
     dcp_project_first: str = "auto"
+    step_segments: int | None = None
     dcp_indexer_shards: int = 1
 
     def __post_init__(self) -> None:
@@ -79,6 +80,8 @@ class ParallelConfig:
         one_of("dcp_prefill_path", self.dcp_prefill_path, PREFILL_PATHS)
         one_of("dcp_decode_path", self.dcp_decode_path, DECODE_PATHS)
         one_of("dcp_transport", self.dcp_transport, TRANSPORTS)
+        if self.step_segments is not None:
+            at_least("step_segments", self.step_segments, 1)
         one_of("dcp_project_first", self.dcp_project_first, PROJECT_FIRST)
         at_least("dcp_exchange_memory", self.dcp_exchange_memory, 1)
         divides("dcp_indexer_shards", self.dcp_indexer_shards, "decode_context_parallel_size", dcp)

@@ -65,6 +65,7 @@ FLAGS = (
     Flag(
         "dcp_indexer_shards", "parts of the index keys; 1: every rank keeps all of them; W: each its own part"
     ),
+    Flag("step_segments", "programs a step is compiled as; unset: 2 on GPUs, 1 on CPUs (docs/dcp.md)"),
     Flag("block_size", "tokens of a page on each rank of the DCP group"),
     Flag("cp_kv_cache_interleave_size", "consecutive tokens kept on one rank"),
     Flag(

@@ -6,7 +6,7 @@ the network can execute as one scan. Rules: transformers' `indexer_types`, `inde
 `index_skip_topk_offset`, in this order of precedence.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,15 +106,43 @@ def stages_of(runs: Sequence[Run]) -> tuple[Run, ...]:
     return tuple(stages)
 
 
+def segments_of(runs: Sequence[Run], count: int) -> tuple[tuple[Run, ...], ...]:
+    """The stages of each of `count` consecutive parts of the network, which have about as many layers each.
+
+    Raises ConfigError for more parts than share groups.
+    """
+    groups = [
+        Run(run.layer(group, 0), run.first_full + group, 1, run.sparse)
+        for run in runs
+        for group in range(run.num_groups)
+    ]
+    if not 1 <= count <= len(groups):
+        raise ConfigError(f"{len(groups)} share groups do not make {count} segments; use 1 to {len(groups)}")
+    layers = groups[-1].first_layer + groups[-1].group_size
+    cuts = [0]
+    for part in range(1, count):
+        allowed = range(cuts[-1] + 1, len(groups) - count + part + 1)
+        cuts.append(min(allowed, key=lambda at: abs(groups[at].first_layer - part * layers / count)))
+    ends = [*cuts[1:], len(groups)]
+    return tuple(stages_of(_joined(groups[cut:end])) for cut, end in zip(cuts, ends, strict=True))
+
+
 def runs_of(full: Sequence[bool], sparse: Sequence[bool]) -> tuple[Run, ...]:
     """Cut the layers into share groups and join equal neighbours into runs."""
     starts = [layer for layer, is_full in enumerate(full) if is_full] + [len(full)]
+    return _joined(
+        Run(start, ordinal, 1, tuple(sparse[start:stop]))
+        for ordinal, (start, stop) in enumerate(zip(starts, starts[1:], strict=False))
+    )
+
+
+def _joined(groups: Iterable[Run]) -> tuple[Run, ...]:
+    """Single groups one after the other, equal neighbours as one run."""
     runs: list[Run] = []
-    for ordinal, (start, stop) in enumerate(zip(starts, starts[1:], strict=False)):
-        kinds = tuple(sparse[start:stop])
-        if runs and runs[-1].sparse == kinds:
+    for group in groups:
+        if runs and runs[-1].sparse == group.sparse:
             last = runs.pop()
-            runs.append(Run(last.first_layer, last.first_full, last.num_groups + 1, kinds))
+            runs.append(Run(last.first_layer, last.first_full, last.num_groups + 1, last.sparse))
         else:
-            runs.append(Run(start, ordinal, 1, kinds))
+            runs.append(group)
     return tuple(runs)

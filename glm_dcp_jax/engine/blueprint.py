@@ -27,6 +27,10 @@ _CPU_GATHER_BYTES = 2 * 2**20
 """Records that stay in a core's cache are attended 3 times faster than 64 MiB of them."""
 
 
+_GPU_SEGMENTS = 2
+"""XLA hides no exchange in a program whose arguments take 80 % of a GPU's memory, and weights and cache take more."""
+
+
 @dataclass(frozen=True)
 class Blueprint:
     """Raises ConfigError, when its parts are first asked for, for flags that do not fit the model or the platform.
@@ -74,7 +78,14 @@ class Blueprint:
     def shape(self) -> NetworkShape:
         """The network's parameters as shapes."""
         tp, group_values = self.config.parallel.tensor_parallel_size, self.settings.project_rows is not None
-        return abstract_network(self.model, self.formats.compute, tp, group_values)
+        return abstract_network(self.model, self.formats.compute, tp, self.segments, group_values)
+
+    @property
+    def segments(self) -> int:
+        """Programs that a step is compiled as."""
+        if self.config.parallel.step_segments:
+            return self.config.parallel.step_segments
+        return 1 if self.on_cpu else _GPU_SEGMENTS
 
     @cached_property
     def settings(self) -> AttentionSettings:
@@ -150,6 +161,16 @@ class Blueprint:
         """The parameters as ShapeDtypeStructs on the mesh."""
         return self.shape.on(self.mesh)
 
-    def pools(self, pages: int) -> Pools:
-        """Pools of so many pages, the null page included, as ShapeDtypeStructs on the mesh."""
-        return pool_shapes(self.mesh, self.model, self.layout, self.record, pages)
+    def pools(self, pages: int) -> tuple[Pools, ...]:
+        """Each segment's pools of so many pages, the null page included, as ShapeDtypeStructs on the mesh."""
+        return tuple(
+            pool_shapes(
+                self.mesh,
+                sum(run.num_groups * run.group_size for run in segment),
+                sum(run.num_groups for run in segment),
+                self.layout,
+                self.record,
+                pages,
+            )
+            for segment in self.shape.segments
+        )

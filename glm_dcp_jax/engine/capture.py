@@ -7,7 +7,7 @@ import numpy as np
 from glm_dcp_jax.cache.allocator import PageTable
 from glm_dcp_jax.engine.engine import Engine
 from glm_dcp_jax.engine.runner import Line
-from glm_dcp_jax.model.network import StepOutput
+from glm_dcp_jax.engine.steps import StepOutput
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,12 @@ def compute_logits(engine: Engine, token_ids: list[int], capture: bool) -> np.nd
 def _unpack(engine: Engine, out: StepOutput, rows: int) -> Capture:
     """One chunk's logits and traces by layer. Traces are stacked by stage: [groups, members of a group, rows, ...]."""
     model, logits = engine.model_config, np.asarray(out.logits)[:rows]
+    stages = engine.runner.blueprint.shape.stages
     if out.traces is None:
         return Capture(logits, np.empty(0), {}, {}, {})
     hidden = [np.asarray(out.embedded, np.float32)[:rows]]
     selections, router_ids, router_weights = {}, {}, {}
-    for run, trace in zip(model.stages, out.traces, strict=True):
+    for run, trace in zip(stages, out.traces, strict=True):
         for group in range(run.num_groups):
             selection = trace.selections[0]
             chosen = selection.positions if selection.mask is None else selection.mask

@@ -1,5 +1,6 @@
 """What decode steps exchanged between the ranks of a DCP group, counted without making a step wait."""
 
+import logging
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
@@ -7,8 +8,12 @@ from typing import Any
 
 import numpy as np
 
+_log = logging.getLogger(__name__)
+
 _READ_TOGETHER = 16
 """Steps whose counts are read from the device at once, when all but the last have long been computed."""
+_COMPARE_EVERY = 32
+"""Steps of which one has its selections compared across devices."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +22,8 @@ class ExchangeTotals:
     others in fast exchanges, query gathers and merges.
 
     entries: selected positions of committed tokens, over Full layers and rows. records: those that travelled, each once
-    per request and Full layer. overflows: groups of layers whose rest went in rounds.
+    per request and Full layer. overflows: groups of layers whose rest went in rounds. compared, diverged: steps whose
+    selections were compared across devices, and those that differed, which makes their tokens wrong.
     """
 
     steps: dict[str, int] = field(default_factory=dict)
@@ -25,6 +31,8 @@ class ExchangeTotals:
     entries: int = 0
     records: int = 0
     overflows: int = 0
+    compared: int = 0
+    diverged: int = 0
 
     @property
     def unique_ratio(self) -> float:
@@ -41,10 +49,17 @@ class ExchangeStats:
         self._received = 0
         self._moved = np.zeros(3, np.int64)
         self._unread: list[Any] = []
+        self._hashes: Any = None
+        self._compared = self._diverged = 0
 
-    def add(self, path: str, received: int, moved: Any) -> None:
-        """One decode step. moved: its parallel.attention.Moved, which may still be computed."""
+    def add(self, path: str, received: int, moved: Any, selection_hash: Any) -> None:
+        """One decode step. moved: its parallel.attention.Moved. selection_hash: [devices], of what each selected.
+
+        Both may still be computed.
+        """
         with self._lock:
+            if self._steps.total() % _COMPARE_EVERY == 0:
+                self._hashes = selection_hash
             self._steps[path] += 1
             self._received += received
             self._unread.append(moved)
@@ -56,9 +71,30 @@ class ExchangeStats:
         with self._lock:
             self._read()
             entries, records, overflows = self._moved.tolist()
-            return ExchangeTotals(dict(self._steps), self._received, entries, records, overflows)
+            return ExchangeTotals(
+                dict(self._steps),
+                self._received,
+                entries,
+                records,
+                overflows,
+                self._compared,
+                self._diverged,
+            )
 
     def _read(self) -> None:
         for moved in self._unread:
             self._moved += np.array([np.asarray(count) for count in moved], np.int64)
         self._unread.clear()
+        if self._hashes is not None:
+            self._compare(np.asarray(self._hashes))
+            self._hashes = None
+
+    def _compare(self, hashes: np.ndarray) -> None:
+        self._compared += 1
+        if (hashes != hashes[0]).any():
+            self._diverged += 1
+            _log.error(
+                "devices selected different positions (hashes %s): exchanges rest on equal selections, so tokens are "
+                "wrong from here on; restart the server, and check its GPUs if this comes back",
+                hashes.tolist(),
+            )

@@ -25,9 +25,8 @@ from glm_dcp_jax.engine.compiles import CompileCounter
 from glm_dcp_jax.engine.exchange_stats import ExchangeStats
 from glm_dcp_jax.engine.memory import number_of_pages
 from glm_dcp_jax.engine.sampling import row_params, sample
-from glm_dcp_jax.engine.steps import StepShape, leaves_of
+from glm_dcp_jax.engine.steps import StepOutput, StepShape, leaves_of
 from glm_dcp_jax.model.load import load_parameters
-from glm_dcp_jax.model.network import StepOutput
 from glm_dcp_jax.model.safetensors_reader import Checkpoint
 from glm_dcp_jax.parallel.batch import Block
 from glm_dcp_jax.parallel.calibrate import measured_link
@@ -99,9 +98,9 @@ class Runner:
         """Run one token of each line. Logits: [requests bucket, V], the lines' first."""
         shape = self.buckets.decode(len(lines), max(line.start + 1 for line in lines))
         out = self._run(shape, lines, np.arange(shape.logits, dtype=np.int32))
-        if self.layout.world > 1:
+        if self.mesh.size > 1:
             estimate = self.blueprint.decode_estimate(shape)
-            self.exchanges.add(estimate.path, estimate.received, out.moved)
+            self.exchanges.add(estimate.path, estimate.received, out.moved, out.selection_hash)
         return shape, out
 
     def warm_up(self, stopped: Callable[[], bool] = lambda: False) -> None:
@@ -156,7 +155,7 @@ class Runner:
 
     def reset_pools(self) -> None:
         """Start over with an empty, zeroed cache."""
-        self.pools = make_pools(self._pool_shapes)
+        self.pools = tuple(make_pools(shapes) for shapes in self._pool_shapes)
 
     def _workspace(self, config: EngineConfig, model: ModelConfig, pages: int) -> int:
         """Temporary bytes per device of the largest decode and prefill steps, compiled for a cache of `pages`."""
@@ -167,11 +166,10 @@ class Runner:
             buckets.decode(config.scheduler.max_num_seqs, longest),
             buckets.prefill(1, buckets.largest_chunk, longest),
         )
-        compiled = [
-            self.steps.lower(shape, parameters, placed).compile(self.steps.compiler_options)
-            for shape in largest
+        programs = [
+            program for shape in largest for program in self.steps.compile(shape, parameters, placed).programs
         ]
-        return max(step.memory_analysis().temp_size_in_bytes for step in compiled)
+        return max(program.memory_analysis().temp_size_in_bytes for program in programs)
 
     def _warm_up_sampling(self, rows: int) -> None:
         logits = jax.device_put(

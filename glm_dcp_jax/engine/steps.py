@@ -1,20 +1,22 @@
-"""The compiled step: one jitted function over (parameters, pools, batch), one shard_map inside."""
+"""The compiled step: a program for each segment of the network, each a jitted function with one shard_map inside."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
 from glm_dcp_jax.cache.pools import Pools, pool_specs
-from glm_dcp_jax.model.network import NetworkShape, StepOutput
-from glm_dcp_jax.parallel.attention import AttentionPath, AttentionSettings
+from glm_dcp_jax.model.network import Flow, NetworkShape, SegmentOutput, is_variable
+from glm_dcp_jax.parallel.attention import AttentionPath, AttentionSettings, Moved
 from glm_dcp_jax.parallel.batch import Block
+from glm_dcp_jax.parallel.mesh import TENSOR_AXES
 from glm_dcp_jax.parallel.prefill import ContextPrefill, QueriesPrefill
 from glm_dcp_jax.parallel.queries import QueriesDecode
 from glm_dcp_jax.parallel.records import BulkDecode, RecordsDecode
@@ -34,6 +36,9 @@ PREFILL_PATHS: dict[str, PathMaker] = {
 }
 
 
+_FLOW_SPECS = Flow(P(), Moved(P(), P(), P()), P(TENSOR_AXES))
+
+
 class StepShape(NamedTuple):
     """What a step is compiled for. rows: requests x rows each. pages: width of page tables. logits: rows asked for."""
 
@@ -45,9 +50,57 @@ class StepShape(NamedTuple):
     capture: bool = False
 
 
+class StepOutput(NamedTuple):
+    """logits: [M, V] float32 of the asked rows. pools: of each segment. finite: [T], rows without NaN or infinity.
+
+    moved: a Moved, over all groups. selection_hash: [tp] uint32, what each device selected in decode. When captured,
+    else None: embedded [T, H], and a GroupTrace per stage.
+    """
+
+    logits: Any
+    pools: tuple[Pools, ...]
+    finite: Any
+    moved: Any
+    selection_hash: Any
+    embedded: Any
+    traces: Any
+
+
 def leaves_of(parameters: Any) -> tuple[Any, ...]:
     """A parameter tree's arrays in a fixed order."""
     return tuple(jax.tree.leaves(parameters))
+
+
+class Step(NamedTuple):
+    """A step's programs, one for each segment of the network, and which parameters each reads."""
+
+    programs: tuple[Any, ...]
+    readers: tuple[tuple[int, ...], ...]
+
+    def __call__(
+        self, leaves: tuple[Any, ...], pools: tuple[Pools, ...], block: Block, logit_rows: Any
+    ) -> StepOutput:
+        """Start all programs, one behind the other. pools are donated.
+
+        leaves: the parameters' arrays alone, as `leaves_of` gives them: walking nnx's tree at every step takes longer
+        than starting the step.
+        """
+        flow: Any = None
+        outs = []
+        for program, reads, own in zip(self.programs, self.readers, pools, strict=True):
+            out = program(tuple(leaves[at] for at in reads), own, flow, block, logit_rows)
+            flow = out.flow
+            outs.append(out)
+        captured = outs[0].traces is not None
+        return StepOutput(
+            outs[-1].logits,
+            tuple(out.pools for out in outs),
+            outs[-1].finite,
+            flow.moved,
+            flow.selection_hash,
+            outs[0].embedded,
+            tuple(trace for out in outs for trace in out.traces) if captured else None,
+        )
 
 
 @dataclass
@@ -59,58 +112,91 @@ class CompiledSteps:
     settings: AttentionSettings
     prefill_path: str
     decode_path: Callable[[StepShape], str]
-    _steps: dict[StepShape, Any] = field(default_factory=dict)
+    _steps: dict[StepShape, Step] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.settings = self.settings.on(self.mesh.devices.flat[0])
 
-    def get(self, wanted: StepShape, parameters: Any, pools: Pools) -> Any:
-        """The executable for a shape: call it with (leaves, pools, block, logit_rows); pools are donated.
-
-        leaves: the parameters' arrays alone, as `leaves_of` gives them: walking nnx's tree at every step takes longer
-        than starting the step.
-        """
+    def get(self, wanted: StepShape, parameters: Any, pools: tuple[Pools, ...]) -> Step:
+        """The step of a shape."""
         found = self._steps.get(wanted)
         if found is None:
             found = self.compile(wanted, parameters, pools)
             self._steps[wanted] = found
         return found
 
-    def compile(self, wanted: StepShape, parameters: Any, pools: Pools) -> jax.stages.Compiled:
-        """The executable for arguments that may be ShapeDtypeStructs with shardings; it is not kept."""
-        return self.lower(wanted, parameters, pools).compile(self.compiler_options)
+    def compile(self, wanted: StepShape, parameters: Any, pools: tuple[Pools, ...]) -> Step:
+        """The step for arguments that may be ShapeDtypeStructs with shardings; it is not kept."""
+        lowered = self.lower(wanted, parameters, pools)
+        return Step(tuple(part.compile(self.compiler_options) for part in lowered), self.readers)
 
     @property
     def compiler_options(self) -> dict[str, Any]:
         """What XLA is told when it compiles a step."""
         return compiler_options(self.settings.transport, list(self.mesh.devices.flat))
 
-    def lower(self, wanted: StepShape, parameters: Any, pools: Pools) -> Any:
-        """The lowered step; arguments may be arrays or ShapeDtypeStructs with shardings."""
+    @cached_property
+    def readers(self) -> tuple[tuple[int, ...], ...]:
+        """For each segment, which of the parameters' leaves it reads."""
+        flat, _ = jax.tree_util.tree_flatten_with_path(self.shape.parameters, is_leaf=is_variable)
+        of_leaf = [self.shape.segment_of(path) for path, _ in flat]
+        return tuple(
+            tuple(at for at, segment in enumerate(of_leaf) if segment == number)
+            for number in range(len(self.shape.segments))
+        )
+
+    def lower(
+        self, wanted: StepShape, parameters: Any, pools: tuple[Pools, ...]
+    ) -> tuple[jax.stages.Lowered, ...]:
+        """The step's lowered programs; arguments may be arrays or ShapeDtypeStructs with shardings."""
         requests, rows, pages = wanted.requests, wanted.rows, wanted.pages
         ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
         block = Block(ints(requests, rows), ints(requests, rows), ints(requests, pages))
-        step = jax.jit(self._step(wanted), donate_argnums=1)
-        return step.lower(leaves_of(parameters), pools, block, ints(wanted.logits))
+        leaves, flow, lowered = leaves_of(parameters), None, []
+        for number, (reads, own) in enumerate(zip(self.readers, pools, strict=True)):
+            program = jax.jit(self._segment(wanted, number), donate_argnums=1)
+            arguments = tuple(leaves[at] for at in reads), own, flow, block, ints(wanted.logits)
+            lowered.append(program.lower(*arguments))
+            flow = jax.tree.map(self._as_argument, lowered[-1].out_info.flow, _FLOW_SPECS)
+        return tuple(lowered)
 
-    def _step(self, wanted: StepShape) -> Any:
-        path = self._path(wanted)
-        definition, settings = self.shape.definition, self.settings
-        of_pools = pool_specs(settings.layout)
+    def _as_argument(self, leaf: Any, spec: P) -> jax.ShapeDtypeStruct:
+        """What one program gives, as the next one takes it."""
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec))
+
+    def _segment(self, wanted: StepShape, number: int) -> Any:
+        """One segment's function of (its leaves, its pools, flow, block, logit_rows)."""
+        path, settings, reads = self._path(wanted), self.settings, self.readers[number]
+        definition = self.shape.definition
         tree = jax.tree.structure(self.shape.parameters)
-        specs = tuple(jax.tree.leaves(self.shape.specs, is_leaf=lambda leaf: isinstance(leaf, P)))
+        all_specs = jax.tree.leaves(self.shape.specs, is_leaf=lambda leaf: isinstance(leaf, P))
+        of_pools = pool_specs(settings.layout)
 
         def on_device(
-            leaves: tuple[Array, ...], pools: Pools, block: Block, logit_rows: Int[Array, " M"]
-        ) -> StepOutput:
-            network = nnx.merge(definition, jax.tree.unflatten(tree, leaves))
-            return network.step(pools, (block,), logit_rows, (path,), settings, wanted.capture)
+            leaves: tuple[Array, ...],
+            pools: Pools,
+            flow: Flow | None,
+            block: Block,
+            logit_rows: Int[Array, " M"],
+        ) -> SegmentOutput:
+            present = dict(zip(reads, leaves, strict=True))
+            everything = [present.get(at) for at in range(len(all_specs))]
+            network = nnx.merge(definition, jax.tree.unflatten(tree, everything))
+            return network.segment(
+                number, flow, pools, (block,), logit_rows, (path,), settings, wanted.capture
+            )
 
         return jax.shard_map(
             on_device,
             mesh=self.mesh,
-            in_specs=(specs, of_pools, P(), P()),
-            out_specs=StepOutput(P(), of_pools, P(), P(), P(), P()),
+            in_specs=(
+                tuple(all_specs[at] for at in reads),
+                of_pools,
+                _FLOW_SPECS if number else P(),
+                P(),
+                P(),
+            ),
+            out_specs=SegmentOutput(_FLOW_SPECS, of_pools, P(), P(), P(), P()),
             check_vma=False,
         )
 

@@ -1,7 +1,7 @@
 """The share group: a Full layer and the Shared layers behind it, the unit of the network."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from glm_dcp_jax.parallel.attention import (
     Window,
 )
 from glm_dcp_jax.parallel.batch import Block, Selection
-from glm_dcp_jax.parallel.index_selection import select
+from glm_dcp_jax.parallel.index_selection import FEW_ROWS, select, selection_hash
 from glm_dcp_jax.parallel.mesh import TENSOR_AXES
 
 _PREFIX = "model.layers.{layer}."
@@ -35,6 +35,7 @@ class StepContext:
     """What a step's layers share. Rows of all blocks are laid one after the other: T in all.
 
     paths: the attention path of each block. angles: [T, R/2]. index_slots: [T], where each row's index key goes.
+    first_layer, first_full: the layers that are the first in the pools.
     """
 
     settings: AttentionSettings
@@ -42,6 +43,8 @@ class StepContext:
     paths: tuple[AttentionPath, ...]
     angles: Float[Array, "T R/2"]
     index_slots: Int[Array, " T"]
+    first_layer: int
+    first_full: int
 
     def cut(self, rows: Float[Array, "T *rest"]) -> list[Float[Array, "N S *rest"]]:
         """Rows of all blocks back into each block's [N, S]."""
@@ -63,6 +66,21 @@ class GroupTrace(NamedTuple):
     selections: tuple[Selection, ...]
     experts: Int[Array, "M T K"] | None
     weights: Float[Array, "M T K"] | None
+
+
+class GroupOutput(NamedTuple):
+    """x: hidden states [T, H]. index_pool: with this step's keys. records: [G, T, width], this step's, encoded.
+
+    trace: a GroupTrace, for a captured step. moved: what all blocks' plans make travel. selection_hash: [] uint32, of
+    what decode blocks selected. Runs of several groups stack theirs, hence the open types.
+    """
+
+    x: Any
+    index_pool: Any
+    records: Any
+    trace: Any
+    moved: Moved
+    selection_hash: Any
 
 
 class Layer(nnx.Module):
@@ -104,12 +122,8 @@ class ShareGroup(nnx.Module):
         full_ordinal: Int[Array, ""] | int,
         context: StepContext,
         ordinal: Int[Array, ""] | int = 0,
-    ) -> tuple[Array, Array, Array, GroupTrace, Moved]:
-        """Run the group on hidden states x; `ckv` holds what earlier steps committed and is only read.
-
-        Returns x, the index pool with this step's keys, the step's encoded records [G, T, width], the trace, and what
-        all blocks' plans make travel.
-        """
+    ) -> GroupOutput:
+        """Run the group on hidden states x; `ckv` holds what earlier steps committed and is only read."""
         eps = self.config.rms_norm_eps
         records, hidden, routes = [], [], []
         plans: list = []
@@ -125,18 +139,20 @@ class ShareGroup(nnx.Module):
                 current = context.settings.record.encode(projected.latent, projected.rope_key, outer_scale)
             records.append(current)
             if layer.indexer is not None:
+                ordinal_in_pool = full_ordinal - context.first_full
                 index_pool, selections = _select(
-                    layer.indexer, normed, projected, index_pool, full_ordinal, context
+                    layer.indexer, normed, projected, index_pool, ordinal_in_pool, context
                 )
                 with jax.named_scope("plan"):
                     pairs = zip(context.paths, selections, context.blocks, strict=True)
                     plans = [path.plan(selection, block) for path, selection, block in pairs]
-                group = first_layer + jnp.arange(len(self.layers), dtype=jnp.int32)
+                planes = first_layer - context.first_layer + jnp.arange(len(self.layers), dtype=jnp.int32)
                 for path, plan in zip(context.paths, plans, strict=True):
-                    flights.append(path.start(plan, ckv, group))
+                    flights.append(path.start(plan, ckv, planes))
                     moved = moved.plus(path.moved(plan))
             view = AttentionLayer(
                 number,
+                number - context.first_layer,
                 member,
                 layer.attention.key_expansion[...],
                 layer.attention.value_expansion[...],
@@ -160,7 +176,11 @@ class ShareGroup(nnx.Module):
             tuple(selections),
             *(jnp.stack(part) for part in zip(*routes, strict=True)) if routes else (None, None),
         )
-        return x, index_pool, jnp.stack(records), trace, moved
+        decoded = [chosen.positions for chosen in selections if chosen.positions is not None]
+        hashes = [selection_hash(positions) for positions in decoded if positions.shape[1] <= FEW_ROWS]
+        return GroupOutput(
+            x, index_pool, jnp.stack(records), trace, moved, selection_hash(jnp.array(hashes, jnp.uint32))
+        )
 
 
 def _select(

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
 from glm_dcp_jax.config import ModelConfig, Run
-from glm_dcp_jax.model.network import NetworkShape, is_variable
+from glm_dcp_jax.model.network import NetworkShape, is_variable, keys_of
 from glm_dcp_jax.model.parameters import Source
 from glm_dcp_jax.model.safetensors_reader import Checkpoint, CheckpointError, verify
 
@@ -41,7 +41,7 @@ def load_parameters(checkpoint: Checkpoint, config: ModelConfig, shape: NetworkS
     paths = [
         path for path, _ in jax.tree_util.tree_flatten_with_path(shape.parameters, is_leaf=is_variable)[0]
     ]
-    runs = [_run_of(path, config) for path in paths]
+    runs = [_run_of(path, shape) for path in paths]
     members = [_member_of(path) for path in paths]
     expected = _expected(leaves, runs, members)
     verify(expected, checkpoint, ignored=_ignored(config))
@@ -56,17 +56,13 @@ def load_parameters(checkpoint: Checkpoint, config: ModelConfig, shape: NetworkS
     return jax.tree.unflatten(tree, loaded)
 
 
-def _keys(path: tuple) -> list:
-    return [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
-
-
-def _run_of(path: tuple, config: ModelConfig) -> Run | None:
-    keys = _keys(path)
-    return config.stages[keys[1]] if keys[0] == "stages" else None
+def _run_of(path: tuple, shape: NetworkShape) -> Run | None:
+    keys = keys_of(path)
+    return shape.stages[keys[1]] if keys[0] == "stages" else None
 
 
 def _member_of(path: tuple) -> int:
-    keys = _keys(path)
+    keys = keys_of(path)
     return keys[3] if keys[0] == "stages" else 0
 
 

@@ -1,5 +1,6 @@
 """The whole network: embedding, runs of share groups, final norm, output head."""
 
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -12,94 +13,128 @@ from jaxtyping import Array, Float, Int
 from glm_dcp_jax.cache.placement import Layout
 from glm_dcp_jax.cache.pools import Pools
 from glm_dcp_jax.config import ModelConfig, Run
+from glm_dcp_jax.config.schedule import segments_of
 from glm_dcp_jax.kernels.records import unpack_records
 from glm_dcp_jax.model.elementary import rms_norm, rope_angles
-from glm_dcp_jax.model.group import GroupTrace, ShareGroup, StepContext
+from glm_dcp_jax.model.group import GroupOutput, ShareGroup, StepContext
 from glm_dcp_jax.model.parameters import Maker
 from glm_dcp_jax.parallel.attention import AttentionPath, AttentionSettings, Moved
 from glm_dcp_jax.parallel.batch import Block
+from glm_dcp_jax.parallel.index_selection import selection_hash
 from glm_dcp_jax.parallel.mesh import DCP, TENSOR_AXES
 from glm_dcp_jax.parallel.sharding import spec_of
 
 
-class StepOutput(NamedTuple):
-    """logits: [M, V] float32 of the asked rows. finite: [T], rows without NaN or infinity.
+class Flow(NamedTuple):
+    """What one segment of a step hands to the next.
 
-    moved: a Moved, over all groups. When captured, else None: embedded [T, H], a GroupTrace per stage.
-
-    In the same shape it describes a step's results by PartitionSpecs, hence the open types.
+    x: [T, H]. moved: a Moved, over all groups so far. selection_hash: [1] uint32 on each device, of what it selected in
+    decode so far. In the same shape it describes itself by PartitionSpecs, hence the open types.
     """
 
-    logits: Any
-    pools: Pools
-    finite: Any
+    x: Any
     moved: Any
-    embedded: Any
-    traces: Any
+    selection_hash: Any
+
+
+class SegmentOutput(NamedTuple):
+    """flow, pools: for the next segment, and the next step. After the last segment logits: [M, V] float32 of the asked
+    rows, and finite: [T], rows without NaN or infinity.
+
+    When captured: embedded [T, H] before the first segment, and a GroupTrace per stage. What is not there is None.
+    """
+
+    flow: Flow
+    pools: Pools
+    logits: Any = None
+    finite: Any = None
+    embedded: Any = None
+    traces: Any = None
 
 
 class Network(nnx.Module):
-    """All weights. Each stage is one ShareGroup; weights of several equal groups are stacked on a leading axis."""
+    """All weights. Each stage is one ShareGroup; weights of several equal groups are stacked on a leading axis.
 
-    def __init__(self, config: ModelConfig, dtype: Any, tp: int, group_values: bool = False) -> None:
-        self.config = config
+    segments: the stages of each part of the network that is compiled as a program of its own. group_values: see
+    LatentAttention.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: Any,
+        tp: int,
+        segments: tuple[tuple[Run, ...], ...],
+        group_values: bool = False,
+    ) -> None:
+        self.config, self.segments = config, segments
         make = Maker(dtype, tp)
         table = (config.vocab_size, config.hidden_size)
         self.embedding = make.weight("model.embed_tokens.weight", table, ("vocab", None))
         self.stages = nnx.List(
             ShareGroup(config, run.sparse, Maker(dtype, tp, _stacked(run)), group_values)
-            for run in config.stages
+            for segment in segments
+            for run in segment
         )
         self.norm = make.weight("model.norm.weight", (config.hidden_size,))
         head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
         self.head = make.weight(head, table, ("vocab", None))
 
-    def step(
+    def segment(
         self,
+        number: int,
+        flow: Flow | None,
         pools: Pools,
         blocks: tuple[Block, ...],
         logit_rows: Int[Array, " M"],
         paths: tuple[AttentionPath, ...],
         settings: AttentionSettings,
         capture: bool,
-    ) -> StepOutput:
-        """One step over all blocks' rows laid in a line, which logit_rows index; runs inside shard_map."""
+    ) -> SegmentOutput:
+        """One segment of a step over all blocks' rows laid in a line, which logit_rows index; runs inside shard_map.
+
+        flow: None for the first segment, which embeds the rows. pools: of the segment's layers alone.
+        """
         tokens, positions, slots, index_slots = _rows(blocks, settings)
-        config = self.config
+        embedded = None
+        if flow is None:
+            with jax.named_scope("embed"):
+                embedded = self.embed(tokens)
+            flow = Flow(embedded, Moved.nothing(), jnp.zeros(1, jnp.uint32))
+        config, runs = self.config, self.segments[number]
         context = StepContext(
             settings,
             blocks,
             paths,
             rope_angles(positions, config.qk_rope_head_dim, config.rope_theta),
             index_slots,
+            runs[0].first_layer,
+            runs[0].first_full,
         )
-        with jax.named_scope("embed"):
-            x = embedded = self.embed(tokens)
-        index_keys, records, traces, moved = pools.index_keys, [], [], Moved.nothing()
-        for run, group in zip(config.stages, self.stages, strict=True):
-            x, index_keys, run_records, trace, of_run = _run(
-                run, group, x, index_keys, pools.ckv, context, capture
-            )
-            moved = moved.plus(of_run)
-            records.append(run_records)
-            traces.append(trace)
+        x, moved, index_keys = flow.x, flow.moved, pools.index_keys
+        records, traces, hashes = [], [], [flow.selection_hash]
+        first_stage = sum(len(before) for before in self.segments[:number])
+        for stage, run in enumerate(runs, first_stage):
+            out = _run(run, self.stages[stage], x, index_keys, pools.ckv, context, capture)
+            x, index_keys, moved = out.x, out.index_pool, moved.plus(out.moved)
+            records.append(out.records)
+            traces.append(out.trace)
+            hashes.append(out.selection_hash)
         # The write must wait for the last layer's read of the pool, else XLA copies the pool. Only a dependency that it
         # cannot fold away orders them; this one also keeps records of a row that went non-finite out of the cache.
         finite = jnp.isfinite(x).all(axis=1)
-        every_layer = jnp.arange(config.num_hidden_layers)
-        kept = jnp.where(finite, slots, -1)
+        kept, encoded = jnp.where(finite, slots, -1), jnp.concatenate(records)
         with jax.named_scope("commit"):
-            ckv = unpack_records(pools.ckv, every_layer, kept, jnp.concatenate(records), settings.kernels)
+            every_layer = jnp.arange(encoded.shape[0])
+            ckv = unpack_records(pools.ckv, every_layer, kept, encoded, settings.kernels)
+        combined = selection_hash(jnp.concatenate(hashes))[None]
+        done = SegmentOutput(Flow(x, moved, combined), Pools(ckv, index_keys))
+        if capture:
+            done = done._replace(embedded=embedded, traces=tuple(traces))
+        if number + 1 < len(self.segments):
+            return done
         with jax.named_scope("head"):
-            logits = self.logits(x[logit_rows])
-        return StepOutput(
-            logits,
-            Pools(ckv, index_keys),
-            finite,
-            moved,
-            embedded if capture else None,
-            tuple(traces) if capture else None,
-        )
+            return done._replace(logits=self.logits(x[logit_rows]), finite=finite)
 
     def embed(self, tokens: Int[Array, " T"]) -> Float[Array, "T H"]:
         """Look up this rank's part of the vocabulary and sum over all ranks."""
@@ -160,45 +195,36 @@ def _run(
     ckv: Float[Array, "layers slots width"],
     context: StepContext,
     capture: bool,
-) -> tuple[Array, Array, Array, GroupTrace | None, Moved]:
+) -> GroupOutput:
     """A run's groups, scanned when there are several.
 
-    Returns x, index keys, records [layers, T, width], the trace, and what moved. The trace has one leading axis over
-    groups. The index pool is carried; the CKV pool is only read.
+    As of one group, but records [layers, T, width], the trace (None if not captured) with a leading axis over groups,
+    and hashes [groups]. The index pool is carried; the CKV pool is only read.
     """
     if run.num_groups == 1:
-        x, index_keys, records, trace, moved = group(
-            x, index_keys, ckv, run.first_layer, run.first_full, context
-        )
-        return (
-            x,
-            index_keys,
-            records,
-            jax.tree.map(lambda leaf: leaf[None], trace) if capture else None,
-            moved,
-        )
+        out = group(x, index_keys, ckv, run.first_layer, run.first_full, context)
+        trace = jax.tree.map(lambda leaf: leaf[None], out.trace) if capture else None
+        return out._replace(trace=trace, selection_hash=out.selection_hash[None])
     # Experts stay out of the scan's slices, which are copies: the expert loop reads the stack in place.
     definition, *(experts, weights) = nnx.split(group, _is_routed_expert, ...)
 
-    def one_group(carry: tuple[Array, Array], inputs: tuple[Any, Array]) -> tuple[Any, Any]:
-        x, index_keys = carry
+    def one_group(carry: tuple[Array, Array], inputs: tuple[Any, Array]) -> tuple[Any, GroupOutput]:
         own_weights, ordinal = inputs
-        x, index_keys, records, trace, moved = nnx.merge(definition, experts, own_weights)(
-            x,
-            index_keys,
-            ckv,
-            run.first_layer + ordinal * run.group_size,
-            run.first_full + ordinal,
-            context,
-            ordinal,
-        )
-        return (x, index_keys), (records, trace if capture else None, moved)
+        layer, full = run.first_layer + ordinal * run.group_size, run.first_full + ordinal
+        one = nnx.merge(definition, experts, own_weights)
+        out = one(*carry, ckv, layer, full, context, ordinal)
+        rest = out._replace(x=None, index_pool=None, trace=out.trace if capture else None)
+        return (out.x, out.index_pool), rest
 
-    (x, index_keys), (records, trace, moved) = jax.lax.scan(
+    (x, index_keys), of_groups = jax.lax.scan(
         one_group, (x, index_keys), (weights, jnp.arange(run.num_groups))
     )
-    total = Moved(*(jnp.sum(of_groups) for of_groups in moved))
-    return x, index_keys, records.reshape(-1, *records.shape[2:]), trace, total
+    return of_groups._replace(
+        x=x,
+        index_pool=index_keys,
+        records=of_groups.records.reshape(-1, *of_groups.records.shape[2:]),
+        moved=Moved(*(jnp.sum(counts) for counts in of_groups.moved)),
+    )
 
 
 def _is_routed_expert(path: tuple, variable: Any) -> bool:
@@ -214,11 +240,26 @@ class NetworkShape(NamedTuple):
     """The network before any array exists.
 
     definition: the nnx graph. parameters: nnx.State of ShapeDtypeStructs. specs: a PartitionSpec for each parameter.
+    segments: the stages of each part that is compiled as a program of its own.
     """
 
     definition: Any
     parameters: Any
     specs: Any
+    segments: tuple[tuple[Run, ...], ...]
+
+    @property
+    def stages(self) -> tuple[Run, ...]:
+        """Those of all segments, as the parameters are numbered."""
+        return tuple(run for segment in self.segments for run in segment)
+
+    def segment_of(self, path: tuple) -> int:
+        """The segment that reads the parameter at this path of the tree."""
+        keys = keys_of(path)
+        if keys[0] == "stages":
+            ends = itertools.accumulate(len(segment) for segment in self.segments)
+            return next(number for number, end in enumerate(ends) if keys[1] < end)
+        return 0 if keys[0] == "embedding" else len(self.segments) - 1
 
     def on(self, mesh: Mesh) -> Any:
         """The parameters' shapes with their shardings on a mesh: what ahead-of-time compilation needs."""
@@ -236,10 +277,22 @@ def is_variable(leaf: Any) -> bool:
     return isinstance(leaf, nnx.Variable)
 
 
-def abstract_network(config: ModelConfig, dtype: Any, tp: int, group_values: bool = False) -> NetworkShape:
-    """Shapes first: what parameters there are, and how each lies on the mesh."""
-    definition, parameters = nnx.split(nnx.eval_shape(lambda: Network(config, dtype, tp, group_values)))
+def keys_of(path: tuple) -> list:
+    """The names and numbers on the way to a parameter, as ["stages", 1, "layers", 0, "input_norm"]."""
+    return [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
+
+
+def abstract_network(
+    config: ModelConfig, dtype: Any, tp: int, num_segments: int = 1, group_values: bool = False
+) -> NetworkShape:
+    """Shapes first: what parameters there are, and how each lies on the mesh.
+
+    Raises ConfigError for more segments than share groups.
+    """
+    segments = segments_of(config.runs, num_segments)
+    network = nnx.eval_shape(lambda: Network(config, dtype, tp, segments, group_values))
+    definition, parameters = nnx.split(network)
     specs = jax.tree.map(
         lambda variable: spec_of(variable.get_metadata("axes")), parameters, is_leaf=is_variable
     )
-    return NetworkShape(definition, parameters, specs)
+    return NetworkShape(definition, parameters, specs, segments)

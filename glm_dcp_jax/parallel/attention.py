@@ -3,7 +3,7 @@
 Per share group, always in this order:
 
     plan          = path.plan(selection, block)      once, from the Full layer's selection
-    flight        = path.start(plan, ckv, layers)    what may travel during the group
+    flight        = path.start(plan, ckv, planes)    what may travel during the group
     out           = path.attend(plan, flight, layer, queries, current)        once per layer
     value, flight = path.window(flight, layer, "attention"|"ffn", value)      before each all-reduce
 
@@ -41,13 +41,14 @@ class Queries(NamedTuple):
 
 
 class AttentionLayer(NamedTuple):
-    """What a path needs to know of a layer. number: its index into the pools. member: its index in its share group.
+    """What a path needs to know of a layer. number: in the model. plane: in the pool. member: in its share group.
 
     kv_b split per local head: key_expansion: [h, nope, C], value_expansion: [h, v, C]. group_values: the latter of all
     heads of the DCP group, where each rank keeps it.
     """
 
     number: Int[Array, ""] | int
+    plane: Int[Array, ""] | int
     member: int
     key_expansion: Float[Array, "h nope C"]
     value_expansion: Float[Array, "h v C"]
@@ -100,12 +101,13 @@ class Moved(NamedTuple):
     """What plans make travel in each layer, counted over blocks; all int32, and equal on all ranks.
 
     entries: selected positions of all rows that earlier steps committed. records: the same, each once per request.
-    overflows: 1 if the fast exchange has no room for all of them.
+    overflows: 1 if the fast exchange has no room for all of them. In the same shape it describes itself by
+    PartitionSpecs, hence the open types.
     """
 
-    entries: Int[Array, ""]
-    records: Int[Array, ""]
-    overflows: Int[Array, ""]
+    entries: Any
+    records: Any
+    overflows: Any
 
     @staticmethod
     def nothing() -> "Moved":
@@ -132,8 +134,8 @@ class AttentionPath(Protocol):
         """What the plan makes travel, for metrics."""
         ...
 
-    def start(self, plan: Plan, ckv: Shaped[Array, "layers slots width"], layers: Int[Array, " G"]) -> Flight:
-        """Begin what can travel before it is needed. `ckv` holds what earlier steps committed; layers: the group's."""
+    def start(self, plan: Plan, ckv: Shaped[Array, "layers slots width"], planes: Int[Array, " G"]) -> Flight:
+        """Begin what can travel before it is needed. `ckv` holds what earlier steps committed; planes: the group's."""
         ...
 
     def attend(
@@ -156,7 +158,7 @@ class Stationary:
         """Nothing, unless the path says otherwise."""
         return Moved.nothing()
 
-    def start(self, plan: Plan, ckv: Shaped[Array, "layers slots width"], layers: Int[Array, " G"]) -> Flight:
+    def start(self, plan: Plan, ckv: Shaped[Array, "layers slots width"], planes: Int[Array, " G"]) -> Flight:
         """The pool to read from."""
         return ckv
 

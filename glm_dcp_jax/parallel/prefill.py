@@ -42,7 +42,7 @@ class _Prefill(Stationary):
         return selection, block
 
     def _pages(self, flight: Array, layer: AttentionLayer, block: Block) -> Float[Array, "N PB width"]:
-        return gather_pages(flight, layer.number, block.page_table, self.settings.layout.block_size)
+        return gather_pages(flight, layer.plane, block.page_table, self.settings.layout.block_size)
 
 
 class ContextPrefill(_Prefill):

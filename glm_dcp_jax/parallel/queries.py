@@ -76,7 +76,7 @@ class QueriesDecode(Stationary):
         out, lse = sparse_attention(
             q,
             flight,
-            layer.number,
+            layer.plane,
             plan.slots,
             settings.record,
             settings.scale,

@@ -111,7 +111,7 @@ class _OverRecords:
 
         def one_round(number: Array, partial: tuple[Array, Array]) -> tuple[Array, Array]:
             first = capacity.fast + number * size
-            packed = self._packed(ckv, layer.number, jax.lax.dynamic_slice(mine, (first,), (size,)))
+            packed = self._packed(ckv, layer.plane, jax.lax.dynamic_slice(mine, (first,), (size,)))
             slots = self._placed(union, first, size)
             arrived = exchange(packed, self.settings.transport)
             return merge_two(partial, self._attend(q, arrived, slots, layer))
@@ -142,9 +142,9 @@ class _OverRecords:
             settings.shared_memory,
         )
 
-    def _packed(self, ckv: Array, layer: Array | int, slots: Array) -> Shaped[Array, "n width"]:
+    def _packed(self, ckv: Array, plane: Array | int, slots: Array) -> Shaped[Array, "n width"]:
         """One layer's records at these slots."""
-        return pack_records(ckv, jnp.asarray(layer, jnp.int32)[None], slots, self.settings.kernels)[0]
+        return pack_records(ckv, jnp.asarray(plane, jnp.int32)[None], slots, self.settings.kernels)[0]
 
     def _placed(self, union: Union, first: Array | int, count: int) -> Int[Array, "T K"]:
         """Where an exchange of each rank's records first to first + count puts them; -1 for all others."""
@@ -171,7 +171,7 @@ class RecordsDecode(_OverRecords, Stationary):
     ) -> Float[Array, "N S h v"]:
         """Exchange this layer's records, then attend over them and the current rows."""
         with jax.named_scope("pack"):
-            packed = self._packed(flight, layer.number, plan.union.mine[: plan.capacity.fast])
+            packed = self._packed(flight, layer.plane, plan.union.mine[: plan.capacity.fast])
         arrived = self._exchanged(packed, layer.member)
         return self._over(arrived, plan, flight, layer, queries, current)
 
@@ -188,11 +188,11 @@ class BulkDecode(_OverRecords):
     """As `records`, but what Shared layers need travels ahead, one layer's records in each window."""
 
     def start(
-        self, plan: RecordsPlan, ckv: Shaped[Array, "layers slots width"], layers: Int[Array, " G"]
+        self, plan: RecordsPlan, ckv: Shaped[Array, "layers slots width"], planes: Int[Array, " G"]
     ) -> BulkFlight:
         """Pack the records of all the group's layers, and exchange the Full layer's."""
         with jax.named_scope("pack"):
-            packed = pack_records(ckv, layers, plan.union.mine[: plan.capacity.fast], self.settings.kernels)
+            packed = pack_records(ckv, planes, plan.union.mine[: plan.capacity.fast], self.settings.kernels)
         return BulkFlight(ckv, packed, {0: self._exchanged(packed[0], 0)})
 
     def attend(

@@ -143,6 +143,11 @@ class _EngineCollector(Collector):
             "dcp_received_bytes": ("Bytes each device got from others in decode attention", totals.received),
             "dcp_selected_entries": ("Selected positions, over rows and Full layers", totals.entries),
             "dcp_records": ("Records exchanged, each once per request and Full layer", totals.records),
+            "dcp_selections_compared": ("Decode steps compared across devices", totals.compared),
+            "dcp_selections_diverged": (
+                "Of these, steps whose devices disagreed: wrong tokens",
+                totals.diverged,
+            ),
             "dcp_overflows": ("Share groups whose records did not fit the fast exchange", totals.overflows),
         }
         for name, (text, value) in counters.items():

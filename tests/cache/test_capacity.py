@@ -23,7 +23,9 @@ sys.path.append(str(Path(__file__).parents[1] / "config"))
 from published import GLM_5, GLM_5_2
 
 GLM = ModelConfig.from_hf(GLM_5_2)
-BFLOAT16, FLOAT32 = (RecordFormat.named(name, GLM) for name in ("bfloat16", "float32"))
+BFLOAT16, FLOAT32, FP8, NVFP4 = (
+    RecordFormat.named(name, GLM) for name in ("bfloat16", "float32", "fp8_ds_mla", "nvfp4_ds_mla")
+)
 
 
 class TestBytes:
@@ -46,6 +48,25 @@ class TestBytes:
     def test_records_are_split_over_the_ranks_and_index_keys_are_on_all_of_them(self, world):
         per_token = page_bytes(GLM, Layout(64, world), BFLOAT16) / (64 * world)
         assert per_token == pytest.approx(78 * 1152 / world + 21 * 256)
+
+    @pytest.mark.parametrize("shards", [1, 2, 4, 8])
+    def test_index_keys_in_parts_cost_one_part(self, shards):
+        per_token = page_bytes(GLM, Layout(64, 8, 1, shards), BFLOAT16) / (64 * 8)
+        assert per_token == pytest.approx(78 * 1152 / 8 + 21 * 256 / shards)
+
+    @pytest.mark.parametrize(
+        ("world", "shards", "each", "tokens"),
+        [(4, 1, 2_902_272, 302_080), (4, 4, 2_370_048, 369_920), (1, 1, 2_370_048, 92_480)],
+    )
+    def test_the_published_capacity_of_432_byte_records(self, world, shards, each, tokens):
+        """With the MTP layer, whose records and index keys are both split over the ranks."""
+        layout = Layout(64, world, 1, shards)
+        assert page_bytes(GLM, layout, NVFP4) + 64 * (432 + 132) == each
+        assert 3_426_112_942 // each * layout.virtual_block == tokens
+
+    def test_half_replicated_index_keys_of_eight_ranks_cost_a_twentieth_of_the_capacity(self):
+        whole, half, none = (page_bytes(GLM, Layout(64, 8, 1, shards), FP8) for shards in (1, 4, 8))
+        assert (1 - none / half, 1 - none / whole) == pytest.approx((0.05, 0.266), abs=2e-3)
 
     def test_interleave_costs_nothing(self):
         assert page_bytes(GLM, Layout(64, 4, 16), BFLOAT16) == page_bytes(GLM, Layout(64, 4), BFLOAT16)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 
 import jax
@@ -193,21 +194,23 @@ def test_traced_positions_and_ranks_agree_with_numpy(layout: Layout) -> None:
 @given(layouts(), st.integers(-1, MAX_POSITION))
 def test_index_keys_of_every_sharding_share_the_page_table(layout: Layout, position: int) -> None:
     for shards in divisors(layout.world):
-        index = layout.index_layout(shards)
+        index = replace(layout, index_shards=shards).index_layout
         assert index.virtual_block == layout.virtual_block
         assert index.page_index(position) == layout.page_index(position)
-    assert layout.index_layout(layout.world) == layout
+        # Rank r holds part r % S: its records' index keys are always among them.
+        assert index.owner(position) == (layout.owner(position) % shards if position >= 0 else -1)
+    assert replace(layout, index_shards=layout.world).index_layout == layout
 
 
 def test_a_replicated_index_page_holds_its_keys_in_position_order() -> None:
-    index, position = Layout(block_size=4, world=3, interleave=2).index_layout(), np.arange(25)
+    index, position = Layout(block_size=4, world=3, interleave=2).index_layout, np.arange(25)
     assert (index.owner(position) == 0).all()
     assert index.offset(position).tolist() == (position % 12).tolist()
     assert index.slot(position, 10).tolist() == (120 + position % 12).tolist()
 
 
 def test_two_index_shards_split_each_page_between_the_two_halves_of_four_ranks() -> None:
-    index = Layout(block_size=2, world=4).index_layout(shards=2)
+    index = Layout(block_size=2, world=4, index_shards=2).index_layout
     assert index == Layout(block_size=4, world=2)
     assert [[p for p in range(8) if index.owner(p) == part] for part in (0, 1)] == [
         [0, 2, 4, 6],
@@ -228,17 +231,18 @@ def test_two_index_shards_split_each_page_between_the_two_halves_of_four_ranks()
             "interleave 4 does not divide block_size 6; use one of 1, 2, 3, 6",
         ),
         ({"block_size": 4, "interleave": 8}, "interleave 8 does not divide block_size 4"),
+        ({"block_size": 8, "world": 6, "index_shards": 0}, "index_shards is 0"),
+        ({"block_size": 8, "world": 6, "index_shards": True}, "index_shards is True"),
+        (
+            {"block_size": 8, "world": 6, "index_shards": 4},
+            "index_shards 4 does not divide world 6, the DCP size; use one of 1, 2, 3, 6",
+        ),
+        ({"block_size": 8, "world": 6, "index_shards": 12}, "index_shards 12 does not divide world 6"),
     ],
 )
 def test_an_impossible_layout_is_refused_with_what_would_work(fields: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Layout(**fields)
-
-
-@pytest.mark.parametrize("shards", [0, 4, 12, -1, True])
-def test_index_shards_must_divide_the_ranks(shards: int) -> None:
-    with pytest.raises(ConfigError, match="do not divide the DCP size 6; use one of 1, 2, 3, 6"):
-        Layout(block_size=8, world=6).index_layout(shards)
 
 
 def test_the_host_side_of_the_cache_does_not_load_jax() -> None:

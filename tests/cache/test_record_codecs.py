@@ -1,6 +1,7 @@
 """Record formats: their bytes, their rounding rules, and how far a decoded record may be from what was encoded."""
 
 import re
+import sys
 from pathlib import Path
 
 import jax
@@ -12,8 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm_dcp_jax.cache import codecs
+from glm_dcp_jax.cache.capacity import page_bytes
+from glm_dcp_jax.cache.placement import Layout
 from glm_dcp_jax.cache.records import RecordFormat
-from glm_dcp_jax.config import ConfigError
+from glm_dcp_jax.config import ConfigError, ModelConfig
+
+sys.path.append(str(Path(__file__).parents[1] / "config"))
+
+from published import GLM_5_2
 
 QUANTISED = [("fp8_ds_mla", "bfloat16"), ("nvfp4_ds_mla", "bfloat16"), ("nvfp4_ds_mla", "fp8")]
 ALL = [("float32", "bfloat16"), ("bfloat16", "bfloat16"), *QUANTISED]
@@ -227,14 +234,18 @@ class TestDocument:
     """docs/cache-formats.md against the formats it describes."""
 
     TEXT = (Path(__file__).parents[2] / "docs" / "cache-formats.md").read_text()
+    MODEL = ModelConfig.from_hf(GLM_5_2)
+    LAYOUTS = [Layout(64, world) for world in (1, 4, 8)]
     KINDS = {"float32": "float32", "bfloat16": "bfloat16", "e4m3": "E4M3", "e2m1": "E2M1"}
 
     def test_the_table_of_sizes(self):
+        """Bytes of a record and an index key, and of a token on each GPU at DCP 1, 4 and 8."""
         for name, rope in ALL:
             record = full_size(name, rope)
             label = f"`{name}`" + (", `--nvfp4-rope-dtype fp8`" if rope == "fp8" else "")
-            token = 78 * record.record_bytes + 21 * record.index.key_bytes
-            assert f"| {label} | {record.record_bytes} | {record.index.key_bytes} | {token:,} |" in self.TEXT
+            pages = [page_bytes(self.MODEL, layout, record) / layout.virtual_block for layout in self.LAYOUTS]
+            tokens = " | ".join(f"{each:,.0f}" for each in pages)
+            assert f"| {label} | {record.record_bytes} | {record.index.key_bytes} | {tokens} |" in self.TEXT
 
     @pytest.mark.parametrize(
         ("kind", "title"),

@@ -6,7 +6,14 @@ from hypothesis import strategies as st
 from published import GLM_5, GLM_5_2
 
 from glm_dcp_jax.config import ConfigError, ModelConfig, Run
-from glm_dcp_jax.config.schedule import SHORTEST_SCAN, full_layers, runs_of, sparse_layers, stages_of
+from glm_dcp_jax.config.schedule import (
+    SHORTEST_SCAN,
+    full_layers,
+    runs_of,
+    segments_of,
+    sparse_layers,
+    stages_of,
+)
 
 
 def letters(full: tuple[bool, ...]) -> str:
@@ -189,3 +196,41 @@ class TestRuns:
             (2, 1),
             (6, 18),
         ]
+
+
+class TestSegments:
+    RUNS = ModelConfig.from_hf(GLM_5_2).runs
+
+    @pytest.mark.parametrize("count", [1, 2, 3, 21])
+    def test_they_are_all_groups_in_order(self, count):
+        segments = segments_of(self.RUNS, count)
+        assert len(segments) == count
+        layers = [
+            run.layer(group, member)
+            for segment in segments
+            for run in segment
+            for group in range(run.num_groups)
+            for member in range(run.group_size)
+        ]
+        assert layers == list(range(78))
+        fulls = [
+            run.first_full + group
+            for segment in segments
+            for run in segment
+            for group in range(run.num_groups)
+        ]
+        assert fulls == list(range(21))
+
+    def test_one_is_the_whole_network(self):
+        assert segments_of(self.RUNS, 1) == (stages_of(self.RUNS),)
+
+    def test_they_are_cut_where_layers_divide_most_evenly(self):
+        """38 and 40 layers: a group of 4 is not cut."""
+        first, second = segments_of(self.RUNS, 2)
+        assert second[0].first_layer == 38 and [run.num_groups for run in second] == [10]
+        assert [run.num_groups for run in first] == [1, 1, 1, 8]
+
+    @pytest.mark.parametrize("count", [0, 22])
+    def test_more_than_there_are_groups_is_refused(self, count):
+        with pytest.raises(ConfigError, match=f"21 share groups do not make {count} segments; use 1 to 21"):
+            segments_of(self.RUNS, count)

@@ -75,7 +75,7 @@ class TestEngine:
         llm = tiny_llm(directory)
 
         def fail(*_: object) -> None:
-            for pool in llm.engine.runner.pools:
+            for pool in llm.engine.runner.pools[0]:
                 pool.delete()
             raise RuntimeError("out of memory")
 

@@ -151,7 +151,8 @@ def program(case: Case, path_of: Callable[[AttentionSettings], AttentionPath]) -
         flight = path.start(plan, pool, FIRST + jnp.arange(GROUP))
         outs = []
         for member in range(GROUP):
-            layer = AttentionLayer(FIRST + member, member, key_expansion[member], value_expansion[member])
+            expansions = key_expansion[member], value_expansion[member]
+            layer = AttentionLayer(FIRST + member, FIRST + member, member, *expansions)
             queries = Queries(nope[member], rope[member])
             out = path.attend(plan, flight, layer, queries, current[member])
             for kind in ("attention", "ffn"):
