@@ -1,10 +1,12 @@
 #!/usr/bin/env python
 """Checks and times every Pallas-Triton op on this machine's NVIDIA GPU, at GLM-5.2's full sizes, in a few minutes.
 
-    python scripts/gpu_check.py [--output-directory docs/results] [--only OP] [--quick] [--seed N]
+    .venv/bin/python scripts/gpu_check.py [--output-directory docs/results] [--only OP] [--quick] [--seed N]
 
-Needs one NVIDIA GPU with about 14 GB free and this project with jax for CUDA (`pip install -e '.[cuda13]'` or cuda12).
-Prints a line for each case, then writes gpu-check-DEVICE.json and gpu-check-DEVICE.md.
+Needs one NVIDIA GPU with about 14 GB free and this project with jax for CUDA, as `scripts/test` installs it on a GPU
+machine (by hand: `.venv/bin/python -m pip install -e '.[cuda13]'`, or cuda12). Of several GPUs it takes the first;
+CUDA_VISIBLE_DEVICES=3 shows it another one only. Prints a line for each case, then writes gpu-check-DEVICE.json and
+gpu-check-DEVICE.md.
 
 Compared are the kernel and the op's plain-JAX reference, both on the GPU, on random inputs of the printed seed:
 
@@ -32,6 +34,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -52,14 +55,40 @@ WIDE_SHARED_MEMORY = 227 * 1024  # of compute capability 9 and 10
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("--output-directory", type=Path, metavar="DIRECTORY", help="default docs/results")
+    parser.add_argument(
+        "--output-directory",
+        type=Path,
+        metavar="DIRECTORY",
+        help="default docs/results for a whole run; parts of one and rehearsals are written only where told to",
+    )
     parser.add_argument("--only", metavar="OP", help="cases whose op or shape contains this")
     parser.add_argument("--quick", action="store_true", help="4 rows and 16 heads only")
-    parser.add_argument("--seed", type=int, help="of the random inputs (default: the clock)")
-    parser.add_argument(
-        "--rehearse", action="store_true", help="tiny sizes on the CPU; writes only where told to"
-    )
+    parser.add_argument("--seed", type=seed_of, help="of the random inputs (default: the clock)")
+    parser.add_argument("--rehearse", action="store_true", help="tiny sizes on the CPU")
     return parser.parse_args(arguments)
+
+
+def seed_of(text: str) -> int:
+    """A number that jax takes for a seed."""
+    if not text.isdecimal() or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(f"must be a number of 0 to 2**63 - 1, but is {text!r}")
+    return int(text)
+
+
+def output_folder(arguments: argparse.Namespace) -> Path | None:
+    """Where results go, made before anything is measured; None: nowhere. Raises ConfigError if it cannot be written."""
+    partial = arguments.rehearse or arguments.quick or arguments.only
+    folder = arguments.output_directory or (None if partial else RESULTS)
+    if folder is None:
+        return None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise ConfigError(
+            f"--output-directory {folder} cannot be written: {error.strerror}; name another"
+        ) from None
 
 
 def prepare(rehearse: bool) -> str | None:
@@ -171,7 +200,7 @@ def about(arguments: argparse.Namespace, seed: int, effort: Any) -> dict[str, An
         "driver": "none" if arguments.rehearse else driver_version(),
         "jax": f"{jax.__version__}, jaxlib {jaxlib.__version__}",
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": " ".join(["python scripts/gpu_check.py", *sys.argv[1:]]),
+        "command": " ".join([".venv/bin/python scripts/gpu_check.py", *sys.argv[1:]]),
         "seed": seed,
         "repeats": effort.repeats,
     }
@@ -191,7 +220,6 @@ def write(folder: Path, facts: dict[str, Any], device: Any, results: list[Any]) 
     from kernel_check import report
 
     name = "gpu-check-" + re.sub(r"[^a-z0-9]+", "-", facts["device"].lower()).strip("-")
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(report.as_json(facts, device, results), indent=1) + "\n")
     (folder / f"{name}.md").write_text(report.markdown(facts, device, results))
     print(f"wrote {folder / name}.json and .md")
@@ -210,6 +238,7 @@ def main(argv: list[str] | None = None) -> int:
     effort = Effort(Loop(2, 1), Loop(2, 1), 1, 2**16, 64) if arguments.rehearse else Effort()
     seed = int(time.time()) if arguments.seed is None else arguments.seed
     try:
+        folder = output_folder(arguments)
         cases = chosen_cases(sizes_for(arguments), arguments.only)
     except ConfigError as error:
         print(f"gpu_check: {error}", file=sys.stderr)
@@ -228,7 +257,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"[{len(results)}/{len(cases)}] {report.line(result, device)}", flush=True)
 
     facts["seconds"] = round(time.perf_counter() - started)
-    if folder := arguments.output_directory or (None if arguments.rehearse else RESULTS):
+    if folder:
         write(folder, facts, device, sorted(results, key=lambda result: result.op))
     if arguments.rehearse:
         print("This was a rehearsal, not a measurement.")

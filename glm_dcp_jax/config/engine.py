@@ -68,6 +68,7 @@ class ParallelConfig:
     dcp_decode_path: str = "auto"
     dcp_transport: str = "auto"
     dcp_exchange_memory: int = 512 * 2**20
+    dcp_context_memory: int = 2**30
     dcp_project_first: str = "auto"
     step_segments: int | None = None
     dcp_indexer_shards: int = 1
@@ -84,6 +85,7 @@ class ParallelConfig:
             at_least("step_segments", self.step_segments, 1)
         one_of("dcp_project_first", self.dcp_project_first, PROJECT_FIRST)
         at_least("dcp_exchange_memory", self.dcp_exchange_memory, 1)
+        at_least("dcp_context_memory", self.dcp_context_memory, 1)
         divides("dcp_indexer_shards", self.dcp_indexer_shards, "decode_context_parallel_size", dcp)
 
     @property

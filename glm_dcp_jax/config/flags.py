@@ -61,7 +61,12 @@ FLAGS = (
         "path queries: project outputs to values before they are merged, for a copy of all heads' expansions",
         PROJECT_FIRST,
     ),
-    Flag("dcp_prefill_path", "prefill: gather the context, or the queries; auto: context", PREFILL_PATHS),
+    Flag(
+        "dcp_prefill_path",
+        "prefill: gather the context, or the queries; auto: context if it fits",
+        PREFILL_PATHS,
+    ),
+    Flag("dcp_context_memory", "bytes per device for gathered contexts in prefill"),
     Flag(
         "dcp_indexer_shards", "parts of the index keys; 1: every rank keeps all of them; W: each its own part"
     ),

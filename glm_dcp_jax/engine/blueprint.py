@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from glm_dcp_jax.cache.placement import Layout
 from glm_dcp_jax.cache.pools import Pools, pool_shapes
 from glm_dcp_jax.cache.records import RecordFormat
-from glm_dcp_jax.config import EngineConfig, ModelConfig
+from glm_dcp_jax.config import ConfigError, EngineConfig, ModelConfig
 from glm_dcp_jax.engine.formats import Formats
 from glm_dcp_jax.engine.steps import CompiledSteps, StepShape
 from glm_dcp_jax.kernels.row_blocks import WORKSPACE_BYTES
@@ -27,6 +27,8 @@ _CPU_GATHER_BYTES = 2 * 2**20
 """Records that stay in a core's cache are attended 3 times faster than 64 MiB of them."""
 
 
+_HISTORIES = 2
+"""Layers whose gathered context is in memory: one that is attended over, and the next."""
 _GPU_SEGMENTS = 2
 """XLA hides no exchange in a program whose arguments take 80 % of a GPU's memory, and weights and cache take more."""
 
@@ -140,6 +142,28 @@ class Blueprint:
             memory_bandwidth=memory_bandwidth(device.platform, device.device_kind),
         )
 
+    def path(self, shape: StepShape) -> str:
+        """The attention path that a step of this shape takes.
+
+        Raises ConfigError where path `context` was asked for and does not fit the memory it may take.
+        """
+        if shape.kind == "decode":
+            return self.decode_estimate(shape).path
+        wanted = self.config.parallel.dcp_prefill_path
+        if wanted == "queries" or self.layout.world == 1:
+            return "context" if self.layout.world == 1 else wanted
+        context = shape.requests * self.layout.virtual_block * shape.pages
+        needed = _HISTORIES * context * self.record.record_bytes
+        allowed = self.config.parallel.dcp_context_memory
+        if needed <= allowed:
+            return "context"
+        if wanted == "auto":
+            return "queries"
+        raise ConfigError(
+            f"--dcp-prefill-path context needs {needed:,} bytes a device for prompts of {context:,} tokens, and "
+            f"--dcp-context-memory allows {allowed:,}; raise that, lower --max-model-len, or use auto"
+        )
+
     def decode_estimate(self, shape: StepShape) -> Estimate:
         """The path that a decode step of this shape takes, and what it is expected to wait for."""
         wanted = self.config.parallel.dcp_decode_path if self.layout.world > 1 else "queries"
@@ -149,13 +173,7 @@ class Blueprint:
     @cached_property
     def steps(self) -> CompiledSteps:
         """The steps, none of them compiled yet."""
-        return CompiledSteps(
-            self.mesh,
-            self.shape,
-            self.settings,
-            self.config.parallel.dcp_prefill_path,
-            lambda shape: self.decode_estimate(shape).path,
-        )
+        return CompiledSteps(self.mesh, self.shape, self.settings, self.path)
 
     def parameters(self) -> Any:
         """The parameters as ShapeDtypeStructs on the mesh."""

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
@@ -74,6 +75,7 @@ class Runner:
         )
         self.buckets = Buckets.of(config.scheduler, self.max_model_len, self.layout)
         if self.layout.world > 1:
+            _log.info("%s", self._prefill_paths())
             _log.info("%s", self._decode_paths())
         self._pool_shapes = self.blueprint.pools(self.num_pages)
         self.reset_pools()
@@ -151,6 +153,18 @@ class Runner:
             f"DCP decode: modelled wait for exchanges a step, by a latency of {1e6 * link.latency:.1f} us and "
             f"{link.bandwidth / 1e9:.1f} GB/s ({link.source})\n"
             + as_table(policy, self.blueprint.config.parallel.dcp_decode_path, buckets)
+        )
+
+    def _prefill_paths(self) -> str:
+        """For the log: which contexts prefill gathers, and which stay where they are."""
+        shapes = [shape for shape in self.buckets.all() if shape.kind == "prefill"]
+        longest: dict[str, int] = {}
+        for shape in shapes:
+            path, context = self.blueprint.path(shape), shape.pages * self.layout.virtual_block
+            longest[path] = max(longest.get(path, 0), context)
+        return "DCP prefill: " + ", ".join(
+            f"path {path} up to {context:,} tokens"
+            for path, context in sorted(longest.items(), key=itemgetter(1))
         )
 
     def reset_pools(self) -> None:

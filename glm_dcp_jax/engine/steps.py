@@ -29,11 +29,7 @@ DECODE_PATHS: dict[str, PathMaker] = {
     "records": RecordsDecode,
     "bulk": BulkDecode,
 }
-PREFILL_PATHS: dict[str, PathMaker] = {
-    "auto": ContextPrefill,
-    "context": ContextPrefill,
-    "queries": QueriesPrefill,
-}
+PREFILL_PATHS: dict[str, PathMaker] = {"context": ContextPrefill, "queries": QueriesPrefill}
 
 
 _FLOW_SPECS = Flow(P(), Moved(P(), P(), P()), P(TENSOR_AXES))
@@ -105,13 +101,12 @@ class Step(NamedTuple):
 
 @dataclass
 class CompiledSteps:
-    """Steps by shape, compiled when first asked for. decode_path: the path that a decode step of some shape takes."""
+    """Steps by shape, compiled when first asked for. path: which attention path a step of some shape takes."""
 
     mesh: Mesh
     shape: NetworkShape
     settings: AttentionSettings
-    prefill_path: str
-    decode_path: Callable[[StepShape], str]
+    path: Callable[[StepShape], str]
     _steps: dict[StepShape, Step] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -201,6 +196,5 @@ class CompiledSteps:
         )
 
     def _path(self, wanted: StepShape) -> AttentionPath:
-        if wanted.kind == "decode":
-            return DECODE_PATHS[self.decode_path(wanted)](self.settings)
-        return PREFILL_PATHS[self.prefill_path](self.settings)
+        paths = DECODE_PATHS if wanted.kind == "decode" else PREFILL_PATHS
+        return paths[self.path(wanted)](self.settings)

@@ -5,9 +5,11 @@ contexts are attended densely under the selection's mask; long ones by gathering
 dense work grows with the context and selected work does not.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from glm_dcp_jax.cache.records import RecordFormat
 from glm_dcp_jax.kernels.dispatch import dispatch
@@ -16,7 +18,7 @@ from glm_dcp_jax.kernels.masked_attention import absorbed_attention, expanded_at
 from glm_dcp_jax.kernels.records import gather_pages
 from glm_dcp_jax.kernels.row_blocks import WORKSPACE_BYTES, map_row_blocks
 from glm_dcp_jax.kernels.sparse_attention import MOST_ROWS, sparse_attention
-from glm_dcp_jax.parallel.attention import AttentionLayer, AttentionSettings, Queries, Stationary
+from glm_dcp_jax.parallel.attention import AttentionLayer, AttentionSettings, Queries, Stationary, Window
 from glm_dcp_jax.parallel.batch import Block, Selection
 from glm_dcp_jax.parallel.merge import gather_heads
 from glm_dcp_jax.parallel.mesh import DCP
@@ -41,29 +43,64 @@ class _Prefill(Stationary):
         """Slots are the context buffer's own order, so there is nothing to look up."""
         return selection, block
 
-    def _pages(self, flight: Array, layer: AttentionLayer, block: Block) -> Float[Array, "N PB width"]:
-        return gather_pages(flight, layer.plane, block.page_table, self.settings.layout.block_size)
+
+class ContextFlight(NamedTuple):
+    """ckv: the pool. planes: [G], the group's. block, selection: the plan's. history: [N, L, width], the next layer's
+    committed records in position order, gathered from all ranks.
+    """
+
+    ckv: Array
+    planes: Int[Array, " G"]
+    block: Block
+    selection: Selection
+    history: Array
 
 
 class ContextPrefill(_Prefill):
-    """Path `context`: CKV of the visible history is gathered from all ranks, each rank attends with its own heads."""
+    """Path `context`: CKV of the visible history is gathered from all ranks, each rank attends with its own heads.
+
+    Each layer's history is gathered beside the computation before it: the Full layer's beside index scores, a Shared
+    layer's beside the feed-forward of the layer before.
+    """
+
+    def start(
+        self,
+        plan: tuple[Selection, Block],
+        ckv: Shaped[Array, "layers slots width"],
+        planes: Int[Array, " G"],
+    ) -> ContextFlight:
+        """The Full layer's history has arrived when the selection is there."""
+        selection, block = plan
+        gathered = self._gathered(ckv, planes[0], block, 0)
+        selection, history = jax.lax.optimization_barrier((selection, gathered))
+        return ContextFlight(ckv, planes, block, selection, history)
+
+    def window(
+        self, flight: ContextFlight, layer: AttentionLayer, kind: Window, value: Array
+    ) -> tuple[Array, ContextFlight]:
+        """The next layer's history has arrived when this layer's feed-forward is done."""
+        coming = layer.member + 1
+        if kind != "ffn" or coming >= flight.planes.shape[0]:
+            return value, flight
+        gathered = self._gathered(flight.ckv, flight.planes[coming], flight.block, coming)
+        value, history = jax.lax.optimization_barrier((value, gathered))
+        return value, flight._replace(history=history)
 
     def attend(
         self,
         plan: tuple[Selection, Block],
-        flight: Float[Array, "layers slots width"],
+        flight: ContextFlight,
         layer: AttentionLayer,
         queries: Queries,
         current: Float[Array, "N S width"],
     ) -> Float[Array, "N S h v"]:
         """Expanded heads over a dense context, absorbed ones over gathered records of a long one."""
         settings, dtype = self.settings, queries.nope.dtype
-        selection, block = plan
-        history = self._in_position_order(self._pages(flight, layer, block))
-        history = _committed(history, jnp.arange(history.shape[1]), block)
+        selection, block = flight.selection, plan[1]
+        history = _committed(flight.history, jnp.arange(flight.history.shape[1]), block)
         context = _place(history, current, block.positions, block.valid)
-        context = settings.record.decode(context, dtype, settings.outer_scale(layer.number))
         if selection.mask is not None:
+            context = settings.record.decode(context, dtype, settings.outer_scale(layer.number))
 
             def dense(nope: Array, rope: Array, records: Array, mask: Array) -> Array:
                 expansions = (layer.key_expansion, layer.value_expansion)
@@ -72,8 +109,16 @@ class ContextPrefill(_Prefill):
             scores = 4 * selection.mask.shape[1] * selection.mask.shape[2]
             return each_request(dense, scores, queries.nope, queries.rope, context, selection.mask)
         assert selection.positions is not None
-        out, _ = _attend_selected(settings, absorb(queries, layer), context, selection.positions)
+        out, _ = _attend_selected(settings, absorb(queries, layer), context, selection.positions, layer)
         return jax.vmap(lambda part: expand_values(part, layer.value_expansion, dtype))(out)
+
+    def _gathered(
+        self, ckv: Array, plane: Int[Array, ""], block: Block, member: int
+    ) -> Shaped[Array, "N L width"]:
+        """One layer's history."""
+        own = gather_pages(ckv, plane, block.page_table, self.settings.layout.block_size)
+        with jax.named_scope("shared_exchange" if member else "full_exchange"):
+            return self._in_position_order(own)
 
     def _in_position_order(self, own: Float[Array, "N PB width"]) -> Float[Array, "N L width"]:
         """Gather all ranks' pages and interleave them: position = stripe * W * I + rank * I + i."""
@@ -102,11 +147,11 @@ class QueriesPrefill(_Prefill):
         layout, rank = settings.layout, jax.lax.axis_index(DCP)
         selection, block = plan
         owned = self._owned_context(flight, layer, block, current, rank)
-        owned = settings.record.decode(owned, dtype, settings.outer_scale(layer.number))
         requests, rows = queries.nope.shape[:2]
         q = absorb(queries, layer)
         q = gather_heads(q.reshape(requests * rows, *q.shape[2:])).reshape(requests, rows, -1, q.shape[-1])
         if selection.mask is not None:
+            owned = settings.record.decode(owned, dtype, settings.outer_scale(layer.number))
             positions = layout.position(rank, jnp.arange(owned.shape[1]))
             mask = jnp.take(selection.mask, positions, axis=2, mode="clip")
 
@@ -119,7 +164,7 @@ class QueriesPrefill(_Prefill):
             assert selection.positions is not None
             mine = layout.owner(selection.positions) == rank
             slots = jnp.where(mine, layout.local(selection.positions), -1)
-            out, lse = _attend_selected(settings, q, owned, slots)
+            out, lse = _attend_selected(settings, q, owned, slots, layer)
         flat = out.reshape(requests * rows, *out.shape[2:]), lse.reshape(requests * rows, -1)
         values = merged_values(*flat, layer, settings, dtype)
         return values.reshape(requests, rows, *values.shape[1:])
@@ -134,7 +179,7 @@ class QueriesPrefill(_Prefill):
     ) -> Float[Array, "N PB width"]:
         """This rank's records in local order: committed pages with the chunk's own rows laid in."""
         layout = self.settings.layout
-        pages = self._pages(flight, layer, block)
+        pages = gather_pages(flight, layer.plane, block.page_table, layout.block_size)
         pages = _committed(pages, layout.position(rank, jnp.arange(pages.shape[1])), block)
         mine = block.valid & (layout.owner(block.positions) == rank)
         return _place(pages, current, layout.local(block.positions), mine)
@@ -161,15 +206,19 @@ def _place(
 def _attend_selected(
     settings: AttentionSettings,
     q: Float[Array, "N S h CR"],
-    context: Float[Array, "N L width"],
+    context: Shaped[Array, "N L width"],
     slots: Int[Array, "N S K"],
+    layer: AttentionLayer,
 ) -> tuple[Float[Array, "N S h C"], Float[Array, "N S h"]]:
-    """Each row over the entries of its request's decoded context at its slots (-1: none)."""
+    """Each row over the entries of its request's context, encoded records, at its slots (-1: none)."""
     requests, length, width = context.shape
-    decoded = RecordFormat.sized(str(context.dtype), settings.latent_width, width - settings.latent_width, 1)
+    record, outer_scale = settings.record, settings.outer_scale(layer.number)
 
     def gathered(q: Array, context: Array, slots: Array) -> tuple[Array, Array]:
-        """In row blocks: the records of all rows together would be many times the context."""
+        """Decoded once, then in row blocks: the records of all rows together would be many times the context."""
+        context = record.decode(context, q.dtype, outer_scale)
+        width = context.shape[2]
+        decoded = RecordFormat.sized(str(q.dtype), settings.latent_width, width - settings.latent_width, 1)
 
         def one_request(request_q: Array, records: Array, chosen: Array) -> tuple[Array, Array]:
             def rows(block_q: Array, block_slots: Array) -> tuple[Array, Array]:
@@ -178,10 +227,10 @@ def _attend_selected(
                     block_q, pool, 0, block_slots, decoded, settings.scale, backend="reference"
                 )
 
-            bytes_per_row = chosen.shape[1] * width * records.dtype.itemsize
+            bytes_per_row = chosen.shape[1] * width * q.dtype.itemsize
             return map_row_blocks(rows, bytes_per_row, request_q, chosen, workspace=settings.gather_bytes)
 
-        all_bytes = slots.shape[1] * slots.shape[2] * width * context.dtype.itemsize
+        all_bytes = slots.shape[1] * slots.shape[2] * width * q.dtype.itemsize
         return each_request(one_request, min(all_bytes, settings.gather_bytes), q, context, slots)
 
     def in_place(q: Array, context: Array, slots: Array, interpret: bool) -> tuple[Array, Array]:
@@ -197,8 +246,9 @@ def _attend_selected(
                 pool,
                 0,
                 block_slots,
-                decoded,
+                record,
                 settings.scale,
+                outer_scale,
                 backend="interpret" if interpret else "triton",
                 shared_memory=settings.shared_memory,
             )

@@ -53,7 +53,13 @@ _SGLANG = {
     "dcp": "-dcp",
     "dcp_size": "-dcp",
 }
-_LENGTHS = ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes", "dcp_exchange_memory")
+_LENGTHS = (
+    "max_model_len",
+    "max_num_batched_tokens",
+    "kv_cache_memory_bytes",
+    "dcp_exchange_memory",
+    "dcp_context_memory",
+)
 """Flags that take 4k or 2G, as vLLM's do."""
 _MULTIPLES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 _VLLM_SHORT = {

@@ -34,10 +34,14 @@ class Effort:
 
 @dataclass(frozen=True)
 class Device:
-    """What one kernel of XLA's reaches in this run. copy: bytes read and written per second. matmul: FLOP/s."""
+    """What one kernel of XLA's reaches in this run. copy: bytes read and written per second. matmul: FLOP/s.
+
+    is_gpu: false in a rehearsal, on a CPU.
+    """
 
     copy: float
     matmul: float
+    is_gpu: bool = True
 
 
 @dataclass(frozen=True)
@@ -187,4 +191,4 @@ def measure_device(effort: Effort) -> Device:
     rates = {"copy": 2 * effort.copy_bytes, "matmul": 2 * side**3}
     for name, run in (("copy", copy), ("matmul", matmul)):
         rates[name] /= _per_call(seconds(run, effort.repeats), empty, iterations).median
-    return Device(**rates)
+    return Device(**rates, is_gpu=jax.default_backend() == "gpu")

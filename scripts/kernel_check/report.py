@@ -13,6 +13,10 @@ the line says "in L2", and the rate may exceed the copy's. Bytes and FLOPs are w
 is the time that a copy of as many bytes, or a matrix product of as many FLOPs, would take here, whichever is longer, as
 a share of the op's time. Differences are the largest ones, with their limits."""
 
+REHEARSAL_CAPTION = """\
+Sizes are tiny, kernels are interpreted, and all of it ran on a CPU: times and rates say nothing about a GPU. Columns
+are those of a real run. Differences are the largest ones, with their limits."""
+
 _HEADS = "op | case | us (fastest) | XLA us | MB | GFLOP | reached | of copy or matmul | difference".split(
     " | "
 )
@@ -40,7 +44,8 @@ def row(result: Result, device: Device) -> tuple[str, ...]:
         if bound == "copy"
         else f"{result.flops / kernel.median / 1e12:.4g} TFLOP/s"
     )
-    share = f"{floor / kernel.median:.1%} of {bound}" + (", in L2" if result.in_cache else "")
+    cached = device.is_gpu and result.in_cache
+    share = f"{floor / kernel.median:.1%} of {bound}" + (", in L2" if cached else "")
     apart = "; ".join(f"{name} {value:.2g} (<= {limit:g})" for name, (value, limit) in _shown(result))
     times = f"{kernel.median * 1e6:.2f} ({kernel.fastest * 1e6:.2f})", f"{reference.median * 1e6:.1f}"
     return (*cost[0], *times, *cost[1], rate, share, apart if result.passed else f"**MISMATCH**: {apart}")
@@ -63,7 +68,7 @@ def markdown(about: dict[str, Any], device: Device, results: list[Result]) -> st
         f"- bfloat16 matrix product: {device.matmul / 1e12:.4g} TFLOP/s",
         f"- passed: {sum(result.passed for result in results)} of {len(results)} cases",
         "",
-        CAPTION.format(repeats=about["repeats"]),
+        REHEARSAL_CAPTION if about["rehearsal"] else CAPTION.format(repeats=about["repeats"]),
         "",
     ]
     rows = [tuple(_HEADS), ("---",) * len(_HEADS), *(row(result, device) for result in results)]

@@ -87,8 +87,31 @@ class TestBytes:
             RecordFormat.sized("nvfp4_ds_mla", 33, 8, 16)
 
     def test_other_names_are_no_formats(self):
-        with pytest.raises(ConfigError, match="there is no record format 'float8'"):
+        allowed = "float32, bfloat16, float16, fp8_ds_mla, nvfp4_ds_mla"
+        with pytest.raises(ConfigError, match=f"there is no record format 'float8'; use one of {allowed}"):
             RecordFormat.sized("float8", 512, 64, 128)
+
+    @pytest.mark.parametrize("name", ["float32", "bfloat16", "fp8_ds_mla"])
+    def test_only_nvfp4_records_have_an_fp8_roped_key(self, name):
+        with pytest.raises(ConfigError, match=f"fp8 is for nvfp4_ds_mla records, but these are {name}"):
+            RecordFormat.sized(name, 512, 64, 128, "fp8")
+
+    @pytest.mark.parametrize("name", ["float32", "fp8_ds_mla", "nvfp4_ds_mla"])
+    @pytest.mark.parametrize("kind", ["float32", "e4m3", ""])
+    def test_other_words_are_no_kinds_of_roped_keys(self, name, kind):
+        with pytest.raises(ConfigError, match=f"cannot be kept as '{kind}'; use bfloat16 or fp8"):
+            RecordFormat.sized(name, 512, 64, 128, kind)
+
+    @pytest.mark.parametrize("kind", ALL)
+    @pytest.mark.parametrize("size", [0, -2])
+    def test_records_have_latents_roped_keys_and_index_keys(self, kind, size):
+        for width, sizes in (
+            ("latent", (size, 64, 128)),
+            ("rope", (512, size, 128)),
+            ("index_width", (512, 64, size)),
+        ):
+            with pytest.raises(ConfigError, match=f"cannot have {width} {size}; widths are at least 1"):
+                RecordFormat.sized(kind[0], *sizes, kind[1])
 
     @pytest.mark.parametrize("kind", QUANTISED)
     def test_gaps_are_zero(self, kind):

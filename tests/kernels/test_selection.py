@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm_dcp_jax.cache.records import IndexKeyFormat
-from glm_dcp_jax.kernels.selection import select_paged
+from glm_dcp_jax.kernels.selection import select_paged, select_scored
 from glm_dcp_jax.kernels.topk import triton
 
 HEADS, WIDTH, PAGES, PAGE_TOKENS, BLOCK_SIZE, K = 3, 8, 6, 8, 4, 10
@@ -40,12 +40,17 @@ def problem(requests: int, rows: int, seed: int) -> tuple[np.ndarray, ...]:
     )
 
 
-def chosen(q, head_weights, pool, layer, page_table, visible) -> np.ndarray:
-    """[N, S, K]: the definition."""
+def scored(q, head_weights, pool, layer, page_table) -> np.ndarray:
+    """[N, S, CONTEXT]: the definition."""
     slots = np.maximum(page_table, 0)[:, :, None] * PAGE_TOKENS + np.arange(PAGE_TOKENS)
     keys = pool[layer][slots.reshape(len(q), CONTEXT)]
     dots = np.maximum(np.einsum("nshd,ntd->nsht", q, keys), 0)
-    scores = np.einsum("nsht,nsh->nst", dots, head_weights)
+    return np.einsum("nsht,nsh->nst", dots, head_weights)
+
+
+def chosen(q, head_weights, pool, layer, page_table, visible) -> np.ndarray:
+    """[N, S, K]: the definition."""
+    scores = scored(q, head_weights, pool, layer, page_table)
     found = np.full((*visible.shape, K), -1)
     for at in np.ndindex(visible.shape):
         best = sorted(range(visible[at]), key=lambda position: (-scores[at][position], position))[:K]
@@ -96,6 +101,22 @@ def test_rows_too_long_to_sort_are_searched_in_the_same_blocks(case: tuple[int, 
         arrays = problem(requests, rows, seed)
         found = select(False, workspace, "interpret", searched=True)(*arrays)
         np.testing.assert_array_equal(found, chosen(*arrays))
+
+
+@pytest.mark.parametrize("backend", ["reference", "interpret"])
+@pytest.mark.parametrize("case", [CASES[0], CASES[3]], ids=str)
+def test_positions_can_come_with_their_scores(case: tuple[int, int, int], backend: str) -> None:
+    requests, rows, workspace = case
+    op = partial(select_scored, k=K, index=INDEX, page_tokens=PAGE_TOKENS, block_size=BLOCK_SIZE)
+    run = jax.jit(partial(op, workspace=workspace, backend=backend))
+    for seed in range(5):
+        arrays = problem(requests, rows, seed)
+        scores, positions = run(*arrays)
+        np.testing.assert_array_equal(positions, chosen(*arrays))
+        expected = np.take_along_axis(scored(*arrays[:5]), np.maximum(positions, 0), axis=2)
+        np.testing.assert_array_equal(
+            np.where(positions < 0, 0, scores), np.where(positions < 0, 0, expected)
+        )
 
 
 def full_size(requests: int, rows: int, context: int, page_tokens: int, index: IndexKeyFormat) -> tuple:

@@ -14,10 +14,11 @@ def pairs_of(case: Mapping[str, object]) -> set[tuple]:
 def pairwise(factors: Mapping[str, Sequence[object]]) -> list[Case]:
     """A short list of cases that covers every pair; greedy and deterministic."""
     cases = [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
-    missing = set().union(*(pairs_of(case) for case in cases))
+    pairs = [pairs_of(case) for case in cases]
+    missing = set().union(*pairs)
     chosen = []
     while missing:
-        best = max(cases, key=lambda case: len(pairs_of(case) & missing))
-        chosen.append(best)
-        missing -= pairs_of(best)
+        best = max(range(len(cases)), key=lambda at: len(pairs[at] & missing))
+        chosen.append(cases[best])
+        missing -= pairs[best]
     return chosen

@@ -1,6 +1,7 @@
 """The engine against numbers that transformers made: logits, hidden states, selections, experts, greedy tokens."""
 
 import itertools
+import math
 from functools import cache
 from pathlib import Path
 
@@ -27,15 +28,14 @@ FACTORS = {
     "prefill_path": ("context", "queries"),
     "backend": ("ag_rs", "a2a"),
     "context_form": ("mask", "positions"),
+    "index_shards": (1, 2, "dcp"),
 }
 LAYOUT = ("model", "mesh", "interleave", "block_size", "chunk")
 
 
 def name_of(case: dict) -> str:
     tp, dcp = case["mesh"]
-    rest = [
-        case[key] for key in ("interleave", "block_size", "chunk", "prefill_path", "backend", "context_form")
-    ]
+    rest = [case[key] for key in FACTORS if key not in ("model", "mesh")]
     return "-".join(map(str, (case["model"], f"tp{tp}", f"dcp{dcp}", *rest)))
 
 
@@ -44,11 +44,11 @@ def all_of(factors: dict) -> list[dict]:
 
 
 def product() -> list[dict]:
-    """Every layout and chunk at two meshes; paths, backends and context lengths take turns over them."""
+    """Every layout and chunk at two meshes; the other factors take turns over them."""
     layouts = all_of({key: FACTORS[key] for key in LAYOUT} | {"mesh": ((4, 4), (8, 4))})
-    turns = {"prefill_path": 1, "backend": 3, "context_form": 5}
+    turns = {"prefill_path": 1, "backend": 3, "context_form": 5, "index_shards": 2}
     return [
-        layout | {key: FACTORS[key][number // every % 2] for key, every in turns.items()}
+        layout | {key: FACTORS[key][number // every % len(FACTORS[key])] for key, every in turns.items()}
         for number, layout in enumerate(layouts)
     ]
 
@@ -76,6 +76,7 @@ def load(case: dict) -> LLM:
         max_num_batched_tokens=case["chunk"],
         dcp_prefill_path=case["prefill_path"],
         dcp_comm_backend=case["backend"],
+        dcp_indexer_shards={1: 1, 2: math.gcd(2, dcp), "dcp": dcp}[case["index_shards"]],
         max_model_len=WHOLE,
         kv_cache_memory_bytes=32 * 2**20,
         dtype="float32",
