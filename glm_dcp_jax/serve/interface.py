@@ -45,6 +45,10 @@ class EngineStats(Protocol):
         """Tokens generated since the start."""
 
     @property
+    def compiles_after_warm_up(self) -> int:
+        """Programs compiled while serving; anything but 0 is a defect."""
+
+    @property
     def exchanges(self) -> ExchangeTotals:
         """What decode steps exchanged between the ranks of a DCP group."""
 

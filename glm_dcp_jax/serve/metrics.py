@@ -123,6 +123,7 @@ class _EngineCollector(Collector):
         counters = {
             "prompt_tokens": ("Prompt tokens processed", stats.prompt_tokens),
             "generation_tokens": ("Tokens generated", stats.generation_tokens),
+            "compiles_after_warm_up": ("Programs compiled while serving: 0", stats.compiles_after_warm_up),
         }
         for name, (text, value) in counters.items():
             counter = CounterMetricFamily(PREFIX + name, text, labels=LABELS)

@@ -39,6 +39,7 @@ class FakeStats:
     num_pages: int = 17
     cache_dtype: str = "bfloat16"
     exchanges: ExchangeTotals = ExchangeTotals({"bulk": 3}, 1000, 80, 60, 1)
+    compiles_after_warm_up: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
 
