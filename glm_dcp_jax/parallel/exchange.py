@@ -15,13 +15,22 @@ from glm_dcp_jax.parallel.mesh import DCP
 Transport = Literal["direct", "ce"]
 
 
-def exchange(mine: Shaped[Array, "n width"], transport: Transport) -> Shaped[Array, "W*n width"]:
-    """All ranks' records; `arrival` says where each lies."""
+Parts = tuple[Shaped[Array, "n width"], ...]
+"""What an exchange brings, as it arrives; `joined` makes one array of it."""
+
+
+def exchange(mine: Shaped[Array, "n width"], transport: Transport) -> Parts:
+    """All ranks' records. Who ties them to another value ties the parts: joining them is work behind the arrival."""
     if transport == "direct":
-        return jax.lax.all_gather(mine, DCP, tiled=True)
+        return (jax.lax.all_gather(mine, DCP, tiled=True),)
     world = jax.lax.axis_size(DCP)
     shifts = [[(rank, (rank + shift) % world) for rank in range(world)] for shift in range(1, world)]
-    return jnp.concatenate([mine, *(jax.lax.ppermute(mine, DCP, shift) for shift in shifts)])
+    return mine, *(jax.lax.ppermute(mine, DCP, shift) for shift in shifts)
+
+
+def joined(parts: Parts) -> Shaped[Array, "W*n width"]:
+    """The records of an exchange; `arrival` says where each lies."""
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
 def arrival(owner: Int[Array, "*n"], ordinal: Int[Array, "*n"], count: int, transport: Transport) -> Array:

@@ -26,7 +26,7 @@ from glm_dcp_jax.parallel.attention import (
 )
 from glm_dcp_jax.parallel.batch import Block, Selection
 from glm_dcp_jax.parallel.capacity import Capacity
-from glm_dcp_jax.parallel.exchange import arrival, exchange
+from glm_dcp_jax.parallel.exchange import Parts, arrival, exchange, joined
 from glm_dcp_jax.parallel.merge import merge_two
 from glm_dcp_jax.parallel.mesh import DCP
 from glm_dcp_jax.parallel.queries import absorb, expand_values
@@ -70,7 +70,7 @@ class _OverRecords:
         entries = jnp.sum(plan.union.ordinal >= 0, dtype=jnp.int32)
         return Moved(entries, jnp.sum(plan.union.counts), plan.overflow.astype(jnp.int32))
 
-    def _exchanged(self, packed: Shaped[Array, "n width"], member: int) -> Shaped[Array, "W*n width"]:
+    def _exchanged(self, packed: Shaped[Array, "n width"], member: int) -> Parts:
         """All ranks' records for a member of the group, the Full layer being the first."""
         with jax.named_scope("shared_exchange" if member else "full_exchange"):
             return exchange(packed, self.settings.transport)
@@ -113,7 +113,7 @@ class _OverRecords:
             first = capacity.fast + number * size
             packed = self._packed(ckv, layer.plane, jax.lax.dynamic_slice(mine, (first,), (size,)))
             slots = self._placed(union, first, size)
-            arrived = exchange(packed, self.settings.transport)
+            arrived = joined(exchange(packed, self.settings.transport))
             return merge_two(partial, self._attend(q, arrived, slots, layer))
 
         return jax.lax.fori_loop(0, jax.lax.div(rest + size - 1, size), one_round, (out, lse))
@@ -173,7 +173,7 @@ class RecordsDecode(_OverRecords, Stationary):
         with jax.named_scope("pack"):
             packed = self._packed(flight, layer.plane, plan.union.mine[: plan.capacity.fast])
         arrived = self._exchanged(packed, layer.member)
-        return self._over(arrived, plan, flight, layer, queries, current)
+        return self._over(joined(arrived), plan, flight, layer, queries, current)
 
 
 class BulkFlight(NamedTuple):
@@ -181,7 +181,7 @@ class BulkFlight(NamedTuple):
 
     ckv: Array
     packed: Array
-    arrived: dict[int, Array]
+    arrived: dict[int, Parts]
 
 
 class BulkDecode(_OverRecords):
@@ -204,7 +204,7 @@ class BulkDecode(_OverRecords):
         current: Shaped[Array, "N S width"],
     ) -> Float[Array, "N S h v"]:
         """Attend over what has arrived for this layer."""
-        return self._over(flight.arrived[layer.member], plan, flight.ckv, layer, queries, current)
+        return self._over(joined(flight.arrived[layer.member]), plan, flight.ckv, layer, queries, current)
 
     def window(
         self, flight: BulkFlight, layer: AttentionLayer, kind: Window, value: Array

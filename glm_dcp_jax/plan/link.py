@@ -1,9 +1,9 @@
 """A stated model of the links between GPUs: what a collective puts on one GPU's link, and how long that takes.
 
-Two numbers, bandwidth and latency, and no more: neither the algorithm (ring, tree, one-shot) nor who else is sending.
-Every figure that comes of it is modelled, and only as good as the two.
+A link is two numbers (`parallel.link.Link`), a latency that every collective takes and a bandwidth, and no more:
+neither the algorithm (ring, tree, one-shot) nor who else is sending. Every figure that comes of it is modelled.
 
-Bytes that each of n GPUs sends are those of the best algorithm, as nccl-tests counts "bus bandwidth"
+Bytes that each of n GPUs sends, and receives, are those of the best algorithm, as nccl-tests counts "bus bandwidth"
 (doc/PERFORMANCE.md there), of one GPU's operand or result:
 
     all-gather          (n - 1) / n of the result
@@ -13,47 +13,26 @@ Bytes that each of n GPUs sends are those of the best algorithm, as nccl-tests c
     collective-permute  the operand
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from glm_dcp_jax.config import ConfigError
+from glm_dcp_jax.parallel.link import NVLINK, PCIE5, Link, assumed_link
 from glm_dcp_jax.plan.schedule import Collective
 
-
-@dataclass(frozen=True)
-class Link:
-    """What one GPU sends over. bandwidth: bytes/s in one direction. latency: seconds that any collective takes."""
-
-    name: str
-    bandwidth: float
-    latency: float
-
-    def wire_seconds(self, collective: Collective) -> float:
-        """How long a collective occupies the link, its latency left out."""
-        return wire_bytes(collective) / self.bandwidth
-
-    def seconds(self, collective: Collective) -> float:
-        """How long a collective takes if it is alone."""
-        return self.latency + self.wire_seconds(collective)
-
-
-PCIE5 = Link("pcie5", 50e9, 10e-6)
-NVLINK = Link("nvlink", 400e9, 5e-6)
-LINKS = {link.name: link for link in (PCIE5, NVLINK)}
-_OF_GPU = {"H200": NVLINK, "B200": NVLINK, "RTX-PRO-6000": PCIE5}
-
-
-def default_link(gpu: str) -> Link:
-    """The link of a GPU that `plan.target` knows, by the target's name for it. Raises ConfigError for any other."""
-    if gpu not in _OF_GPU:
-        raise ConfigError(f"no link is known for {gpu}; say which with --link: {_ALLOWED}")
-    return _OF_GPU[gpu]
-
-
+LINKS = {"pcie5": PCIE5, "nvlink": NVLINK}
 _ALLOWED = f"{', '.join(LINKS)}, or BANDWIDTH,LATENCY in bytes/s and seconds, as 50e9,10e-6"
 
 
+def default_link(gpu: str) -> Link:
+    """The link that GPUs of this name, `Target.gpu`, have among one another."""
+    return assumed_link("gpu", gpu)
+
+
 def parse_link(text: str) -> Link:
-    """A link by its name, or of two numbers: "50e9,10e-6" is 50 GB/s and 10 us. Raises ConfigError for anything else."""
+    """A link by its name, or of two numbers: "50e9,10e-6" is 50 GB/s and 10 us.
+
+    Raises ConfigError for anything else.
+    """
     if text in LINKS:
         return LINKS[text]
     try:
@@ -61,8 +40,10 @@ def parse_link(text: str) -> Link:
     except ValueError:
         raise ConfigError(f"there is no link {text!r}; use {_ALLOWED}") from None
     if not 0 < bandwidth < float("inf") or not 0 <= latency < float("inf"):
-        raise ConfigError(f"a link's bandwidth is above 0 and its latency at least 0, unlike {text!r}; use {_ALLOWED}")
-    return Link(text, bandwidth, latency)
+        raise ConfigError(
+            f"a link's bandwidth is above 0 and its latency at least 0, unlike {text!r}; use {_ALLOWED}"
+        )
+    return Link(latency, bandwidth, "given")
 
 
 def wire_bytes(collective: Collective) -> float:
@@ -84,3 +65,65 @@ def wire_bytes(collective: Collective) -> float:
     if kind == "all-reduce":
         return 2 * others * collective.operand_bytes
     raise ValueError(f"the link model has no formula for {kind} ({collective.name})")
+
+
+@dataclass
+class _Transfer:
+    """A collective under way. sends_from: when its latency is over. left: bytes."""
+
+    sends_from: float
+    left: float
+
+
+@dataclass
+class Wire:
+    """A link in use: at most `at_once` collectives are under way, first come first served, the others wait.
+
+    Each takes the link's latency, and then shares its bandwidth equally with whatever else is sending. Times are in
+    seconds, and never go back.
+    """
+
+    link: Link
+    at_once: int = 1
+    _now: float = 0.0
+    _waiting: list[tuple[int, float]] = field(default_factory=list)
+    _under_way: dict[int, _Transfer] = field(default_factory=dict)
+    _ends: list[float | None] = field(default_factory=list)
+
+    def start(self, at: float, nbytes: float) -> int:
+        """Hand a collective to the link at a time; returns its number."""
+        while self._now < at:
+            self._proceed(at)
+        number = len(self._ends)
+        self._ends.append(None)
+        self._waiting.append((number, nbytes))
+        self._admit()
+        return number
+
+    def end(self, number: int) -> float:
+        """When a collective is over, if no other is started before that."""
+        while (end := self._ends[number]) is None:
+            self._proceed(float("inf"))
+        return end
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._under_way) < self.at_once:
+            number, nbytes = self._waiting.pop(0)
+            self._under_way[number] = _Transfer(self._now + self.link.latency, nbytes)
+
+    def _proceed(self, until: float) -> None:
+        """To the next moment at which a collective begins to send or is over, but not beyond `until`."""
+        sending = {number: each for number, each in self._under_way.items() if each.sends_from <= self._now}
+        coming = [each.sends_from for each in self._under_way.values() if each.sends_from > self._now]
+        rate = self.link.bandwidth / max(len(sending), 1)
+        least = min((each.left for each in sending.values()), default=float("inf"))
+        finish = self._now + least / rate
+        moment = min(until, finish, *coming)
+        for number, each in sending.items():
+            if moment == finish and each.left == least:
+                del self._under_way[number]
+                self._ends[number] = moment
+            else:
+                each.left = max(each.left - rate * (moment - self._now), 0.0)
+        self._now = moment
+        self._admit()

@@ -137,6 +137,11 @@ class Schedule:
 
     computations: dict[str, Computation]
 
+    @property
+    def entry(self) -> Computation:
+        """Where the program begins: the text's last computation."""
+        return next(reversed(self.computations.values()))
+
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
         """All collectives, in the order of their starts within each computation."""

@@ -78,14 +78,18 @@ def routed_experts(
         return jax.lax.fori_loop(0, jnp.sum(by_expert.counts > 0), one_expert, start)
 
     def tile_after_tile(gate_up: Array, down: Array) -> Array:
-        tile_stops = jnp.cumsum(-(-by_expert.counts // plan.tile_rows))
+        # For all tiles at once: in the loop, each turn would start these small kernels again.
+        tile_counts = -(-by_expert.counts // plan.tile_rows)
+        tile_stops, tiles = jnp.cumsum(tile_counts), jnp.arange(plan.num_tiles)
+        # A tile past the last used one finds no expert: clipped to the last expert, its rows lie past `stops`.
+        found = jnp.searchsorted(tile_stops, tiles, side="right", method="compare_all")
+        expert_of = jnp.minimum(found, experts - 1)
+        number = tiles - (tile_stops - tile_counts)[expert_of]
+        first_of = (by_expert.stops - by_expert.counts)[expert_of] + number * plan.tile_rows
 
         def one_tile(tile: Array, total: Array) -> Array:
-            # A tile past the last used one finds no expert: clipped to the last expert, its rows lie past `stops`.
-            expert = jnp.minimum(jnp.searchsorted(tile_stops, tile, side="right"), experts - 1)
-            before = tile_stops[expert] - -(-by_expert.counts[expert] // plan.tile_rows)
-            first = by_expert.stops[expert] - by_expert.counts[expert] + (tile - before) * plan.tile_rows
-            return add_tile(total, first, expert, gate_up[group, expert], down[group, expert])
+            expert = expert_of[tile]
+            return add_tile(total, first_of[tile], expert, gate_up[group, expert], down[group, expert])
 
         return jax.lax.fori_loop(0, plan.num_tiles, one_tile, start)
 

@@ -1,0 +1,308 @@
+#!/usr/bin/env python
+"""Decode steps by each DCP path, matched: one process, one model, one cache; only the path changes.
+
+    .venv/bin/python scripts/bench_dcp.py [--dcp 2 4 8] [--contexts 8192 32768 ...] [--concurrency 1 2 4 8] [--mtp 0 3]
+        [--repeats 7] [--output DIRECTORY]
+
+Weights and cache are random. On NVIDIA GPUs the model has GLM-5.2's layer sizes (2 lone Full layers and 3 groups of
+four, 32 experts), bfloat16 and NVFP4 records. Without GPUs it is an eighth of that: 14 small layers in float32 that
+select 256 positions, on virtual devices, and contexts are an eighth as long (1k to 32k). Everything of a step runs but
+sampling. Paths take turns, and a figure is the median over turns. Rows of a request are 1 + mtp.
+
+Printed as a table: tokens/s of all requests together at one token a request and step (drafts that are accepted would
+multiply all columns alike), the gain of `bulk` over `records` (per layer), and of the exchanges of one step: bytes that
+each device receives, and collectives that block, both as the policy counts them. With --output also as JSON and PNG.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from glm_dcp_jax import environment
+from glm_dcp_jax.config import CacheConfig, ConfigError, EngineConfig, ModelConfig, ParallelConfig
+
+PATHS = ("queries", "records", "bulk")
+STEPS_A_TURN = 4
+LAYERS = {
+    "model_type": "glm_moe_dsa",
+    "num_hidden_layers": 14,
+    "indexer_types": ["full"] * 2 + ["full", "shared", "shared", "shared"] * 3,
+    "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 11,
+    "rope_theta": 8e6,
+}
+GLM = LAYERS | {
+    "vocab_size": 154_880,
+    "hidden_size": 6144,
+    "num_attention_heads": 64,
+    "q_lora_rank": 2048,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "intermediate_size": 12_288,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 32,
+    "num_experts_per_tok": 8,
+    "index_topk": 2048,
+    "index_n_heads": 32,
+    "index_head_dim": 128,
+    "max_position_embeddings": 1_048_576,
+}
+SMALL = LAYERS | {
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "num_attention_heads": 8,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 32,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "index_topk": 256,
+    "index_n_heads": 4,
+    "index_head_dim": 32,
+    "max_position_embeddings": 131_072,
+}
+
+
+def parse(arguments: list[str] | None, on_gpu: bool) -> argparse.Namespace:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    scale = 1 if on_gpu else 8
+    contexts = [length // scale for length in (8192, 32_768, 65_536, 131_072, 262_144)]
+    numbers: dict[str, Any] = {"type": int, "nargs": "+", "metavar": "N"}
+    parser.add_argument("--dcp", default=[2, 4, 8], **numbers)
+    parser.add_argument("--contexts", default=contexts, **numbers)
+    parser.add_argument("--concurrency", default=[1, 2, 4, 8], **numbers)
+    parser.add_argument("--mtp", default=[0, 3], **numbers)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--output", type=Path, metavar="DIRECTORY")
+    given = parser.parse_args(arguments)
+    for name in ("dcp", "contexts", "concurrency"):
+        if min(getattr(given, name)) < 1:
+            parser.error(f"--{name} must be at least 1")
+    if min(given.mtp) < 0 or given.repeats < 1:
+        parser.error("--mtp must be at least 0, and --repeats at least 1")
+    if min(given.contexts) <= max(given.mtp) + 1:
+        parser.error("--contexts must be longer than the rows of a request")
+    return given
+
+
+class Bench:
+    """A random model and cache on the first `dcp` devices, and its decode steps by each path."""
+
+    def __init__(self, dcp: int, on_gpu: bool, pages_tokens: int) -> None:
+        import jax
+
+        from glm_dcp_jax.engine.blueprint import Blueprint
+        from glm_dcp_jax.parallel.mesh import make_mesh
+
+        model = ModelConfig.from_hf(GLM if on_gpu else SMALL)
+        cache = CacheConfig(kv_cache_dtype="nvfp4_ds_mla" if on_gpu else "float32")
+        self.blueprints = {}
+        for path in PATHS:
+            parallel = ParallelConfig(dcp, dcp, "a2a", dcp_decode_path=path)
+            config = EngineConfig("random", parallel, cache, dtype="bfloat16" if on_gpu else "float32")
+            self.blueprints[path] = Blueprint(config, model, make_mesh(parallel))
+        one = self.blueprints["bulk"]
+        self.layout, self.vocab_size = one.layout, model.vocab_size
+        self.parameters = jax.jit(
+            lambda: jax.tree.map(_random_parameter, one.shape.parameters, is_leaf=_is_variable),
+            out_shardings=jax.tree.map(lambda leaf: leaf.sharding, one.parameters()),
+        )()
+        self.pools = _random_pools(one, one.layout.pages_for(pages_tokens) + 1)
+
+    def measure(self, requests: int, rows: int, context: int, repeats: int) -> dict[str, dict[str, float]]:
+        """For each path: seconds of a step, bytes received, collectives that block, and share of steps' groups that
+        overflowed."""
+        import numpy as np
+
+        from glm_dcp_jax.engine.steps import StepShape, leaves_of
+        from glm_dcp_jax.parallel.batch import Block
+
+        pages = self.layout.pages_for(context)
+        shape = StepShape("decode", requests, rows, pages, requests * rows)
+        rng = np.random.default_rng(0)
+        block = Block(
+            rng.integers(self.vocab_size, size=(requests, rows)).astype(np.int32),
+            np.broadcast_to(np.arange(context - rows, context, dtype=np.int32), (requests, rows)),
+            1 + np.arange(requests * pages, dtype=np.int32).reshape(requests, pages),
+        )
+        logit_rows, leaves = np.arange(requests * rows, dtype=np.int32), leaves_of(self.parameters)
+        steps = {
+            path: blueprint.steps.compile(shape, self.parameters, self.pools)
+            for path, blueprint in self.blueprints.items()
+        }
+        times: dict[str, list[float]] = {path: [] for path in PATHS}
+        overflows = dict.fromkeys(PATHS, 0)
+        for turn in range(repeats + 1):
+            for path in PATHS:
+                began = time.perf_counter()
+                for _ in range(STEPS_A_TURN):
+                    out = steps[path](leaves, self.pools, block, logit_rows)
+                    self.pools = out.pools
+                    out.logits.block_until_ready()
+                if turn:  # the first one warms up
+                    times[path].append((time.perf_counter() - began) / STEPS_A_TURN)
+                overflows[path] = int(out.moved.overflows)
+        found = {}
+        for path, blueprint in self.blueprints.items():
+            estimate = blueprint.decode_estimate(shape)
+            found[path] = {
+                "seconds": statistics.median(times[path]),
+                "received": estimate.received,
+                "blocking": estimate.blocking,
+                "overflowing_groups": overflows[path],
+            }
+        return found
+
+
+def _is_variable(leaf: Any) -> bool:
+    from glm_dcp_jax.model.network import is_variable
+
+    return is_variable(leaf)
+
+
+def _random_parameter(variable: Any) -> Any:
+    """Norms are 1; other weights keep the size of what they multiply."""
+    import zlib
+
+    import jax
+    import jax.numpy as jnp
+
+    leaf, name = variable.get_value(), variable.get_metadata("source").names[0]
+    if "norm" in name:
+        return variable.replace(jnp.ones(leaf.shape, leaf.dtype))
+    values = jax.random.normal(jax.random.key(zlib.crc32(name.encode())), leaf.shape, leaf.dtype)
+    return variable.replace(values * leaf.shape[-1] ** -0.5)
+
+
+def _random_pools(blueprint: Any, pages: int) -> Any:
+    """As if random tokens had been computed: the same few thousand records and index keys all over the pools."""
+    import jax
+    import jax.numpy as jnp
+
+    from glm_dcp_jax.cache.pools import Pools
+    from glm_dcp_jax.kernels.index_keys import write_index_keys
+
+    record, shapes = blueprint.record, blueprint.pools(pages)
+    few = 4096
+
+    def fill() -> Any:
+        latent, rope, key = (
+            jax.random.normal(jax.random.key(number), (few, width))
+            for number, width in enumerate((record.latent_width, record.rope_width, record.index.width))
+        )
+        encoded = record.encode(latent, rope)
+        filled = []
+        for shape in shapes:
+            slots = shape.ckv.shape[1]
+            ckv = jnp.broadcast_to(encoded[jnp.arange(slots) % few], shape.ckv.shape).astype(record.dtype)
+            index_keys = jnp.zeros(shape.index_keys.shape, shape.index_keys.dtype)
+            for layer in range(shape.index_keys.shape[0]):
+                every = jnp.arange(slots, dtype=jnp.int32)
+                keys = jnp.roll(key, layer, axis=0)[every % few]
+                index_keys = write_index_keys(
+                    index_keys, layer, every, keys, record.index, blueprint.layout.block_size, "reference"
+                )
+            filled.append(Pools(ckv, index_keys))
+        return tuple(filled)
+
+    return jax.jit(fill, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, shapes))()
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """The seed table's columns, then those of the third path and of the exchanges."""
+    lines = [
+        "| dcp | MTP | context | conc. | per-layer | bulk | delta | queries | bytes received, per-layer/bulk | queries "
+        "| blocking, per-layer/bulk/queries |",
+        "|" + "---:|" * 11,
+    ]
+    for result in results:
+        paths, requests = result["paths"], result["concurrency"]
+        rate = {path: requests / paths[path]["seconds"] for path in PATHS}
+        delta = 100 * (rate["bulk"] / rate["records"] - 1)
+        blocking = "/".join(str(paths[path]["blocking"]) for path in ("records", "bulk", "queries"))
+        lines.append(
+            f"| {result['dcp']} | {result['mtp']} | {result['context']:,} | {requests} | {rate['records']:.2f} | "
+            f"{rate['bulk']:.2f} | {delta:+.2f}% | {rate['queries']:.2f} | {paths['bulk']['received']:,} | "
+            f"{paths['queries']['received']:,} | {blocking} |"
+        )
+    return "\n".join(lines)
+
+
+def plot(results: list[dict[str, Any]], file: Path) -> None:
+    """Tokens/s over context, a panel for each DCP size and number of drafts, a line for each path and concurrency."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = sorted({(result["dcp"], result["mtp"]) for result in results})
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(4.2 * len(panels), 4), squeeze=False)
+    styles = dict(zip(PATHS, ("-", "--", ":"), strict=True))
+    for axis, (dcp, mtp) in zip(axes[0], panels, strict=True):
+        mine = [result for result in results if (result["dcp"], result["mtp"]) == (dcp, mtp)]
+        for number, requests in enumerate(sorted({result["concurrency"] for result in mine})):
+            line = [result for result in mine if result["concurrency"] == requests]
+            contexts = [result["context"] for result in line]
+            for path in PATHS:
+                rates = [requests / result["paths"][path]["seconds"] for result in line]
+                axis.plot(contexts, rates, styles[path], color=f"C{number}", label=f"{path}, C{requests}")
+        axis.set(title=f"DCP {dcp}, MTP {mtp}", xlabel="context", xscale="log", ylabel="tokens/s")
+        axis.legend(fontsize=6)
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+
+
+def main(argv: list[str] | None = None) -> int:
+    on_gpu = environment.has_nvidia_gpu()
+    given = parse(argv, on_gpu)
+    try:
+        environment.prepare(max(given.dcp))
+        import jax
+
+        jax.config.update("jax_default_matmul_precision", "highest")
+        have = jax.device_count()
+        if max(given.dcp) > have:
+            raise ConfigError(f"--dcp {max(given.dcp)} needs as many devices, and there are {have}")
+        if given.output:
+            given.output.mkdir(parents=True, exist_ok=True)
+    except (ConfigError, OSError) as error:
+        print(f"bench_dcp: {error}", file=sys.stderr)
+        return 2
+    device = jax.devices()[0].device_kind
+    print(f"{device}, jax {jax.__version__}, {os.cpu_count()} cores", flush=True)
+    results = []
+    for dcp in given.dcp:
+        bench = Bench(dcp, on_gpu, max(given.contexts) * max(given.concurrency))
+        for mtp in given.mtp:
+            for context in given.contexts:
+                for requests in given.concurrency:
+                    paths = bench.measure(requests, 1 + mtp, context, given.repeats)
+                    result = {"dcp": dcp, "mtp": mtp, "context": context, "concurrency": requests}
+                    results.append(result | {"paths": paths})
+                    print(table(results[-1:]).splitlines()[-1], flush=True)
+        del bench
+    print(table(results))
+    if given.output:
+        about = {"device": device, "jax": jax.__version__, "cores": os.cpu_count(), "repeats": given.repeats}
+        about["command"] = " ".join([".venv/bin/python scripts/bench_dcp.py", *(argv or sys.argv[1:])])
+        (given.output / "dcp.json").write_text(
+            json.dumps({"about": about, "results": results}, indent=1) + "\n"
+        )
+        plot(results, given.output / "dcp.png")
+        print(f"wrote dcp.json and dcp.png to {given.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
