@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 from glm_dcp_jax.cache.capacity import GIB, page_bytes, pages_in
 from glm_dcp_jax.cache.placement import Layout
 from glm_dcp_jax.cache.records import RecordFormat
-from glm_dcp_jax.config import CacheConfig, ConfigError, ModelConfig
+from glm_dcp_jax.config import CacheConfig, ConfigError, ModelConfig, ParallelConfig
 
 CPU_DEFAULT_BYTES = 256 * 2**20
 
@@ -52,21 +52,46 @@ def number_of_pages(
     return pages_in(budget - needed, model, layout, record)
 
 
+def check_exchange_memory(parallel: ParallelConfig, mesh: Mesh) -> None:
+    """Raise ConfigError if exchanged records or gathered contexts were allowed more than devices have.
+
+    The defaults are ceilings that small models stay far below, whatever there is.
+    """
+    if parallel.decode_context_parallel_size == 1:
+        return
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    for name, size, default in (
+        ("--dcp-exchange-memory", parallel.dcp_exchange_memory, ParallelConfig.dcp_exchange_memory),
+        ("--dcp-context-memory", parallel.dcp_context_memory, ParallelConfig.dcp_context_memory),
+    ):
+        if size == default:
+            continue
+        wanted, there, where = _wanted_and_there(size, mesh, on_cpu)
+        if wanted > there:
+            raise ConfigError(
+                f"{name} {size} allows {wanted / GIB:,.2f} GiB on {where} has {there / GIB:,.2f} GiB; lower it: "
+                "what does not fit goes in rounds, or by path queries"
+            )
+
+
 def _require_room(cache_bytes: int, mesh: Mesh, on_cpu: bool) -> None:
     """Raise ConfigError for a cache that the machine cannot hold, instead of being killed while it is made."""
-    if on_cpu:
-        devices = len(mesh.local_devices)
-        wanted, there = cache_bytes * devices, _available_host_bytes()
-        where = f"{devices} virtual devices together, and this machine"
-    else:
-        wanted = cache_bytes
-        there = min(int(device.memory_stats()["bytes_limit"]) for device in mesh.local_devices)
-        where = "each GPU, which"
+    wanted, there, where = _wanted_and_there(cache_bytes, mesh, on_cpu)
     if wanted > there:
         raise ConfigError(
             f"a cache of this size takes {wanted / GIB:,.2f} GiB on {where} has {there / GIB:,.2f} GiB; lower "
             "--kv-cache-memory-bytes or --num-gpu-blocks-override, or --block-size where that was set"
         )
+
+
+def _wanted_and_there(bytes_each: int, mesh: Mesh, on_cpu: bool) -> tuple[int, int, str]:
+    """What bytes on every device come to, what there is, and where, in words: virtual devices share the host's."""
+    if on_cpu:
+        devices = len(mesh.local_devices)
+        where = f"{devices} virtual devices together, and this machine"
+        return bytes_each * devices, _available_host_bytes(), where
+    there = min(int(device.memory_stats()["bytes_limit"]) for device in mesh.local_devices)
+    return bytes_each, there, "each GPU, which"
 
 
 def _available_host_bytes() -> int:

@@ -24,7 +24,7 @@ from glm_dcp_jax.engine.blueprint import Blueprint
 from glm_dcp_jax.engine.buckets import Buckets
 from glm_dcp_jax.engine.compiles import CompileCounter
 from glm_dcp_jax.engine.exchange_stats import ExchangeStats
-from glm_dcp_jax.engine.memory import number_of_pages
+from glm_dcp_jax.engine.memory import check_exchange_memory, number_of_pages
 from glm_dcp_jax.engine.sampling import row_params, sample
 from glm_dcp_jax.engine.steps import StepOutput, StepShape, leaves_of
 from glm_dcp_jax.model.load import load_parameters
@@ -53,6 +53,7 @@ class Runner:
     def __init__(self, config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint) -> None:
         self.compiles = CompileCounter()
         self.blueprint = _blueprint(config, model)
+        check_exchange_memory(config.parallel, self.blueprint.mesh)
         self.exchanges = ExchangeStats()
         self.mesh, self.layout, self.record = (
             self.blueprint.mesh,

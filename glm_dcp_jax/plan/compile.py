@@ -11,7 +11,7 @@ better; modelled times are models. Neither touches Pallas kernels: their tiles a
 """
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.errors import JaxRuntimeError
-from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from glm_dcp_jax.config import ConfigError
-from glm_dcp_jax.plan.gpus import Target, devices
+from glm_dcp_jax.plan.gpus import Target, devices, known_gpus
 from glm_dcp_jax.plan.ptx import PtxKernel, kernels_of, launches_of
 from glm_dcp_jax.plan.ptxas import KernelResources, assemble
 from glm_dcp_jax.plan.schedule import Collective, ModelledTime, Schedule, parse_schedule
@@ -108,15 +108,16 @@ def compile_for(
 
     function: plain, or already jitted. where: "8xH200", a Target, or devices. arguments: as for the function, with
     jax.ShapeDtypeStruct in place of arrays (of arrays only shapes and dtypes are used). With one device, what has no
-    sharding is put there; with several, give shardings on `devices(where)`, or let the function's shard_map say where.
+    sharding is put there, Python numbers as scalars, and a program without arguments, too; with several, give shardings
+    on `devices(where)`, or let the function's shard_map say where.
     jit_options: static_argnums, donate_argnums, ... of jax.jit, for a plain function. compiler_options: XLA's, as in
     `jax.jit(..., compiler_options=...)`.
 
-    Raises ConfigError if the compiler is not complete on this machine or `where` is unknown, ValueError for arguments
+    Raises ConfigError if the compiler is not complete on this machine or `where` is neither, ValueError for arguments
     that put the program elsewhere than `where`, and whatever jax raises for a function that does not compile.
     """
     gpus = _devices(where)
-    if hasattr(function, "lower"):
+    if hasattr(function, "trace"):
         if jit_options:
             raise ValueError(
                 f"the function is already jitted; give {', '.join(jit_options)} to its jax.jit instead"
@@ -125,7 +126,10 @@ def compile_for(
     else:
         jitted = jax.jit(function, **jit_options)
     with _lowering_for(gpus[0]):
-        lowered = jitted.lower(*jax.tree.map(lambda leaf: _abstract(leaf, gpus), arguments))
+        traced = jitted.trace(*jax.tree.map(_abstract, arguments))
+        # Only now: a function may compute something while it is traced, which an absent GPU cannot.
+        with jax.default_device(gpus[0] if len(gpus) == 1 else None):
+            lowered = traced.lower()
     return compile_lowered(lowered, gpus, compiler_options)
 
 
@@ -167,7 +171,15 @@ def compile_lowered(
 
 
 def _devices(where: Where) -> tuple[jax.Device, ...]:
-    return devices(where) if isinstance(where, str | Target) else tuple(where)
+    if isinstance(where, str | Target):
+        return devices(where)
+    gpus = tuple(where) if isinstance(where, Iterable) else ()
+    if not gpus or not all(isinstance(gpu, jax.Device) and gpu.platform == "gpu" for gpu in gpus):
+        raise ConfigError(
+            f"there are no GPUs to compile for in {where!r}; give a name as '8xH200' ({', '.join(known_gpus())}), a "
+            "Target, or some of what glm_dcp_jax.plan.devices(...) gives"
+        )
+    return gpus
 
 
 @contextmanager
@@ -178,13 +190,11 @@ def _lowering_for(gpu: jax.Device) -> Iterator[None]:
         yield
 
 
-def _abstract(leaf: Any, gpus: Sequence[jax.Device]) -> Any:
+def _abstract(leaf: Any) -> Any:
     """Arrays become shapes; what has none (static arguments, Python numbers) stays."""
-    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+    if isinstance(leaf, jax.ShapeDtypeStruct) or not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         return leaf
-    shape = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    alone = shape.sharding is None and len(gpus) == 1
-    return shape.update(sharding=SingleDeviceSharding(gpus[0])) if alone else shape
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
 def _options(device_kind: str, given: Mapping[str, Any], folder: str) -> dict[str, Any]:

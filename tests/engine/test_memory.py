@@ -54,6 +54,18 @@ def test_the_smallest_cache_on_a_cpu_must_fit_too(llm, monkeypatch):
         pages(llm, CacheConfig(), make_mesh(ParallelConfig()))
 
 
+@pytest.mark.parametrize("name", ["dcp_exchange_memory", "dcp_context_memory"])
+def test_exchanges_beyond_memory_are_refused(name, devices):
+    devices(2)
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} .* has 10.00 GiB; lower it"):
+        parallel = ParallelConfig(2, 2, **{name: 11 * GIB})
+        memory.check_exchange_memory(parallel, GpuMesh(Gpu(10 * GIB, 0)))
+    parallel = ParallelConfig(2, 2, **{name: 10 * GIB})
+    memory.check_exchange_memory(parallel, GpuMesh(Gpu(10 * GIB, 0)))
+    with pytest.raises(ConfigError, match="2 virtual devices together"):
+        memory.check_exchange_memory(ParallelConfig(2, 2, **{name: 2**50}), make_mesh(ParallelConfig(2, 2)))
+
+
 def test_on_gpus_the_fullest_one_decides_and_the_workspace_is_set_aside(llm):
     runner = llm.engine.runner
     each = page_bytes(llm.engine.model_config, runner.layout, runner.record)

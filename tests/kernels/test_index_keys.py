@@ -99,6 +99,12 @@ class TestWrite:
         written = writer(index, block_size, backend)(pool, 1, slots, random_keys(width, 2))
         np.testing.assert_array_equal(written, pool)
 
+    def test_no_keys_leave_the_pool_as_it_is(self, kind, width, block_size, backend):
+        index = IndexKeyFormat(kind, width)
+        pool, keys = random_pool(index, block_size, 2), random_keys(width, 2)[:0]
+        written = write_index_keys(pool, 1, np.zeros(0, np.int32), keys, index, block_size, backend)
+        np.testing.assert_array_equal(written, pool)
+
 
 @pytest.mark.parametrize(("kind", "width", "block_size"), FORMATS)
 class TestGather:

@@ -244,6 +244,24 @@ def test_a_limit_beyond_the_context_is_the_context() -> None:
         np.testing.assert_array_equal(beyond, whole)
 
 
+@pytest.mark.parametrize("backend", ["reference", "interpret"])
+@pytest.mark.parametrize("empty", ["requests", "rows", "pages", "heads"])
+def test_sizes_of_0_have_no_scores_and_no_heads_score_0(empty: str, backend: str) -> None:
+    case = PAGED[0]
+    (q, weights, pool, layer, table, visible), _ = paged_problem(case, 11)
+    arrays = {
+        "requests": (q[:0], weights[:0], pool, layer, table[:0], visible[:0]),
+        "rows": (q[:, :0], weights[:, :0], pool, layer, table, visible[:, :0]),
+        "pages": (q, weights, pool, layer, table[:, :0], visible),
+        "heads": (q[:, :, :0], weights[:, :, :0], pool, layer, table, visible),
+    }[empty]
+    scores = case.scores(backend)(*arrays)
+    context = arrays[4].shape[1] * case.page_tokens
+    assert scores.dtype == np.float32
+    expected = np.where(np.arange(context) < arrays[5][..., None], 0, -np.inf)
+    np.testing.assert_array_equal(scores, expected)
+
+
 def test_rows_score_alike_in_a_prompt_and_one_by_one() -> None:
     """However rows are put together for one product."""
     case = Paged(1, 9, 4, 16, 5, 16, 8, "e4m3", "bfloat16")

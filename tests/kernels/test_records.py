@@ -132,6 +132,12 @@ class TestPackAndUnpack:
             found = unpack_records(pool, *chosen, packed, backend=backend)
             np.testing.assert_array_equal(raw(found), raw(pool))
 
+    def test_a_pool_without_slots_packs_as_zeros_and_takes_nothing(self, kind, backend):
+        pool, planes, slots = jnp.asarray(raw_pool(kind, 4)[:, :0]), jnp.arange(2), jnp.arange(3)
+        packed = pack_records(pool, planes, slots, backend=backend)
+        assert packed.shape == (2, 3, pool.shape[2]) and not np.any(packed)
+        assert unpack_records(pool, planes, slots, packed, backend=backend).shape == pool.shape
+
 
 class Case(tuple):
     """(name, rope_kind, latent width, rope width, input dtype) of a record format; str() names the test."""
@@ -226,6 +232,16 @@ class TestQuantiseAndWrite:
         planes, nowhere = np.array([0, 2], np.int32), np.full(ROWS, -1, np.int32)
         written = writer(case, backend)(pool, planes, nowhere, latent, rope_key)
         np.testing.assert_array_equal(written, pool)
+
+    @pytest.mark.parametrize("case", [CASES[0], *CASES[2:5]], ids=str)
+    @pytest.mark.parametrize(("planes", "rows"), [(2, 0), (0, ROWS)])
+    def test_no_records_and_no_planes_change_nothing(self, backend, case, planes, rows):
+        pool, latent, rope_key = problem(case, 7)
+        new = latent[:planes, :rows], rope_key[:planes, :rows], case.record
+        where = np.arange(planes, dtype=np.int32), np.arange(rows, dtype=np.int32)
+        for scales in (None, np.ones(planes, np.float32)):
+            written = write_records(pool, *where, *new, scales, backend)
+            np.testing.assert_array_equal(raw(written), raw(pool))
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])

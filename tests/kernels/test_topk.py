@@ -127,6 +127,28 @@ def test_fewer_columns_than_k_are_all_selected_and_padded() -> None:
     assert mask_of(scores, visible, 6).tolist() == [[True, True, True]]
 
 
+@pytest.mark.parametrize("select", [positions_of, search])
+def test_no_more_is_visible_than_there_is(select: Callable[..., jax.Array]) -> None:
+    """A limit past the last column is the last column: no position is repeated to fill k."""
+    scores = np.random.default_rng(6).standard_normal((ROWS, 33)).astype(np.float32)
+    beyond, all_of_them = np.array([33, 34, 40, 2**31 - 1], np.int32), np.full(ROWS, 33)
+    expected = sorted_selection(scores, all_of_them, 40)
+    np.testing.assert_array_equal(select(scores, beyond, 40), expected)
+    mask = mask_of(scores, beyond, 8)
+    assert [set(np.flatnonzero(row)) for row in mask] == [set(row[:8]) for row in expected]
+
+
+@pytest.mark.parametrize("backend", ["reference", "interpret"])
+@pytest.mark.parametrize(("rows", "columns", "k"), [(0, 1, 1), (2, 1, 0), (0, 0, 0), (2, 0, 3)])
+@pytest.mark.parametrize("times", [1, triton.SORTED_COLUMNS + 1])
+def test_nothing_is_selected_of_nothing(rows: int, columns: int, k: int, times: int, backend: str) -> None:
+    scores, visible = np.zeros((rows, columns * times), np.float32), np.full(rows, columns * times, np.int32)
+    found = select_positions(scores, visible, k, backend)
+    assert found.shape == (rows, k) and found.dtype == np.int32
+    assert (np.asarray(found) == -1).all()
+    assert not np.asarray(select_mask(scores, visible, k)).any()
+
+
 def test_what_is_not_visible_may_hold_anything() -> None:
     """Columns past `visible` are keys of other tokens, or of none: the best score there, or NaN, counts for nothing."""
     scores = np.array([[1.0, 2.0, INFINITY, np.nan, 9.0]], np.float32)

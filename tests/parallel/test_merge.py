@@ -136,6 +136,25 @@ def test_replicas_merge_within_their_own_group(devices, backend: str) -> None:
         np.testing.assert_allclose(merged[replica], expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("dtype", "close"), [("bfloat16", 0.02), ("float16", 0.002)])
+def test_a2a_sends_parts_in_a_narrower_type_and_their_lses_in_full(devices, dtype: str, close: float) -> None:
+    """An LSE rounded to 8 bits would be off by more than any output is."""
+    mesh = Mesh(np.array(devices(WORLD)).reshape(1, WORLD), TENSOR_AXES)
+    seen = np.ones((ROWS, WORLD * KEYS), bool)
+    shards = Shards(5, seen, spread=30.0)
+    merged = jax.jit(
+        jax.shard_map(
+            lambda out, lse: merge_partials(out[0], lse[0], "a2a", dtype),
+            mesh=mesh,
+            in_specs=P(DCP),
+            out_specs=P(None, DCP),
+            check_vma=False,
+        )
+    )(np.float32(shards.out), np.float32(shards.lse + 1000.25))
+    assert merged.dtype == np.float32
+    np.testing.assert_allclose(merged, shards.whole, rtol=0, atol=close)
+
+
 def test_gathered_heads_come_rank_after_rank_to_every_rank(devices) -> None:
     mesh = Mesh(np.array(devices(WORLD)).reshape(1, WORLD), TENSOR_AXES)
     q = np.arange(ROWS * HEADS * WIDTH, dtype=np.float32).reshape(ROWS, HEADS, WIDTH)

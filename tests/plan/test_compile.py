@@ -5,6 +5,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.compilation_cache import compilation_cache
@@ -19,6 +20,7 @@ from glm_dcp_jax.kernels import tiles
 pytestmark = pytest.mark.usefixtures("cuda_compiler")
 
 ROWS, WIDTH = 4096, 64
+OF_THIS_PROCESS = np.ones(8, np.float32)
 TARGETS = {
     "8xH200": ("sm_90a", "wgmma"),
     "8xB200": ("sm_100a", "tcgen05"),
@@ -197,6 +199,45 @@ def test_arguments_that_leave_the_program_on_the_cpu_are_refused():
         ValueError, match=r"placed on 1 x cpu, not on the 4 x NVIDIA H200.*give its arguments shard"
     ):
         plan.compile_for(lambda x: x + 1, "4xH200", x)
+
+
+@pytest.mark.parametrize(
+    "where",
+    [None, 3, (), [], ["1xH200"], b"1xH200", ["1xH200", None], {"8xH200": 1}],
+    ids=repr,
+)
+def test_what_names_no_gpus_is_refused_with_what_would(where):
+    with pytest.raises(ConfigError, match="no GPUs to compile for in .*as '8xH200' .*RTX-PRO-6000.*devices"):
+        plan.compile_for(jnp.sin, where, jnp.ones(8))
+
+
+def test_cpus_are_no_gpus():
+    for where in (jax.devices()[:1], jax.devices(), [*plan.devices("1xH200"), jax.devices()[0]]):
+        with pytest.raises(ConfigError, match="no GPUs to compile for in .*Cpu"):
+            plan.compile_for(jnp.sin, where, jnp.ones(8))
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "argument_bytes"),
+    [
+        (lambda: jnp.arange(8.0) * jax.random.normal(jax.random.key(0), (8,)), (), 0),
+        (jax.jit(lambda: jnp.arange(8.0) + OF_THIS_PROCESS), (), 0),
+        (lambda x, y: x * y, (2, 0.5), 8),
+        (lambda x, y: x * y, (jnp.ones(64), 3), 64 * 4 + 4),
+        (lambda pair: pair["x"] + pair["y"][0], ({"x": 1, "y": [jnp.ones(64)]},), 64 * 4 + 4),
+    ],
+    ids=["nothing", "nothing, jitted", "numbers", "an array and a number", "a tree"],
+)
+def test_numbers_and_programs_without_arguments_go_to_the_one_gpu(function, arguments, argument_bytes):
+    program = plan.compile_for(function, "1xH200", *arguments)
+    assert (program.device_kind, program.num_devices) == ("NVIDIA H200", 1)
+    assert program.memory.argument_bytes == argument_bytes
+    assert program.kernels
+
+
+def test_several_gpus_need_a_place_for_numbers_too():
+    with pytest.raises(ValueError, match=r"placed on 1 x cpu, not on the 2 x NVIDIA H200"):
+        plan.compile_for(lambda x: x + 1, "2xH200", 3)
 
 
 def test_the_dump_folder_is_not_the_callers():

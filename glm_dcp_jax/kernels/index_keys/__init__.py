@@ -7,12 +7,12 @@ its block_size keys as E4M3 codes, then their float32 scales; slot s is key s % 
 from functools import partial
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, DTypeLike, Float, Int, Shaped
 
 from glm_dcp_jax.cache.records import IndexKeyFormat
 from glm_dcp_jax.kernels.dispatch import Backend, dispatch
+from glm_dcp_jax.kernels.fit import check_axes, check_floats, check_index_pages, check_index_pool, int32
 from glm_dcp_jax.kernels.index_keys import reference, triton
-from glm_dcp_jax.kernels.index_keys.reference import gather_index_keys
 
 __all__ = ["gather_index_keys", "write_index_keys"]
 
@@ -28,15 +28,42 @@ def write_index_keys(
 ) -> Shaped[Array, "full *pool"]:
     """The pool with a layer's new keys, encoded as the format says, at these slots.
 
-    layer: the Full layer's number in the pool; may be traced. A slot below 0 or past the pool's end is skipped, and
-    none comes twice. Writes into the given pool when it is donated.
+    layer: the Full layer's number in the pool; may be traced, and must exist. A slot below 0 or past the pool's end is
+    skipped, and none may come twice. Writes into the given pool when it is donated. Raises ValueError for arrays that
+    do not fit together, and for byte-wise pools of 2 GiB or more.
     """
+    layer, slots = int32("layer", layer), int32("slots", slots)
+    check_index_pool(pool, index, block_size)
+    sizes = {"D": (index.width, f"{index.kind} keys")}
+    check_axes(sizes, layer=(layer, ""), slots=(slots, "T"), keys=(keys, "T D"))
+    check_floats(keys=keys)
     return dispatch(
         backend,
         partial(reference.write_index_keys, index=index, block_size=block_size),
         partial(triton.write_index_keys, index=index, block_size=block_size),
         pool,
-        jnp.asarray(layer, jnp.int32),
+        layer,
         slots,
         keys,
     )
+
+
+def gather_index_keys(
+    pool: Shaped[Array, "full *pool"],
+    layer: Int[Array, ""] | int,
+    pages: Int[Array, "N P"],
+    index: IndexKeyFormat,
+    page_tokens: int,
+    block_size: int,
+    dtype: DTypeLike,
+) -> Float[Array, "N P*page_tokens D"]:
+    """Decoded keys of one layer's whole pages, in page-table order, which is the order of positions; plain JAX.
+
+    A page is page_tokens / block_size consecutive blocks. A negative page reads page 0; others must exist, as must the
+    layer. The products of E4M3 codes and powers of two are exact in bfloat16 as in float32. Raises ValueError for
+    arrays that do not fit together.
+    """
+    layer, pages = int32("layer", layer), int32("pages", pages)
+    check_index_pages(pool, index, page_tokens, block_size)
+    check_axes({}, layer=(layer, ""), pages=(pages, "N P"))
+    return reference.gather_index_keys(jnp.asarray(pool), layer, pages, index, page_tokens, block_size, dtype)

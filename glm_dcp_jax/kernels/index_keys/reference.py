@@ -28,18 +28,14 @@ def write_index_keys(
 
 def gather_index_keys(
     pool: Shaped[Array, "full *pool"],
-    layer: Int[Array, ""] | int,
+    layer: Int[Array, ""],
     pages: Int[Array, "N P"],
     index: IndexKeyFormat,
     page_tokens: int,
     block_size: int,
     dtype: DTypeLike,
 ) -> Float[Array, "N P*page_tokens D"]:
-    """Decoded keys of one layer's whole pages, in page-table order, which is the order of positions.
-
-    A page is page_tokens / block_size consecutive blocks; a negative page reads page 0. The products of E4M3 codes and
-    powers of two are exact in bfloat16 as in float32.
-    """
+    """See the op."""
     requests, count = pages.shape
     blocks = page_tokens // block_size
     page_width = blocks * pool.shape[2] if index.quantised else page_tokens * index.width

@@ -31,6 +31,8 @@ def write_index_keys(
     interpret: bool,
 ) -> Shaped[Array, "full *pool"]:
     """See the op."""
+    if 0 in (slots.size, pool.size):
+        return pool
     step, width = written_keys(slots.size), index.width
     per_block = block_size if index.quantised else 1
     units = encode_tiles.as_units(pool, encode_tiles.unit_bytes(width)) if index.quantised else pool

@@ -2,11 +2,11 @@
 
 from functools import partial
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from glm_dcp_jax.cache.records import IndexKeyFormat
 from glm_dcp_jax.kernels.dispatch import Backend, dispatch
+from glm_dcp_jax.kernels.fit import check_axes, check_floats, check_index_pages, int32
 from glm_dcp_jax.kernels.index_scores import reference, triton
 from glm_dcp_jax.kernels.index_scores.reference import Paging, index_scores, row_bytes
 
@@ -28,10 +28,23 @@ def paged_index_scores(
     """float32 scores of each row against its request's first `visible` keys, -inf behind; see `index_scores`.
 
     pool: as `index.pool_shape` says; a page of the table is page_tokens / block_size consecutive blocks of it, keys in
-    position order. layer: the Full layer's number in the pool; may be traced. Pages that no row sees are not read, and
-    negative ones read page 0. Keys are multiplied in q's dtype, bfloat16 or float32, and summed in float32. On
-    GPUs a product that is NaN counts as 0.
+    position order. layer: the Full layer's number in the pool; may be traced, and must exist. Pages that no row sees
+    are not read, and negative ones read page 0; others must exist. Keys are multiplied in q's dtype, bfloat16, float16
+    or float32, and summed in float32. On GPUs a product that is NaN counts as 0. Raises ValueError for arrays that do
+    not fit together, and for byte-wise pools of 2 GiB or more.
     """
+    layer, page_table = int32("layer", layer), int32("page_table", page_table)
+    visible = int32("visible", visible)
+    check_index_pages(pool, index, page_tokens, block_size)
+    check_axes(
+        {"D": (index.width, f"{index.kind} keys")},
+        q=(q, "N S I D"),
+        head_weights=(head_weights, "N S I"),
+        layer=(layer, ""),
+        page_table=(page_table, "N P"),
+        visible=(visible, "N S"),
+    )
+    check_floats(q=q, head_weights=head_weights)
     paging = Paging(index, page_tokens, block_size)
     return dispatch(
         backend,
@@ -40,7 +53,7 @@ def paged_index_scores(
         q,
         head_weights,
         pool,
-        jnp.asarray(layer, jnp.int32),
+        layer,
         page_table,
         visible,
     )

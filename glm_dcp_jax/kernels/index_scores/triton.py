@@ -71,6 +71,9 @@ def paged_index_scores(
     """See the op. Raises ValueError for byte-wise pools of 2 GiB or more, as `encode_tiles.as_units` does."""
     requests, rows, heads, width = q.shape
     context = page_table.shape[1] * paging.page_tokens
+    if 0 in (q.size, context):
+        # Sums over no heads, if there is anything to sum.
+        return jnp.where(jnp.arange(context) < visible[..., None], jnp.float32(0), -jnp.inf)
     tiling = Tiling.of(requests, rows, heads, width, context, q.dtype.itemsize)
     if paging.keys.quantised:
         pool = encode_tiles.as_units(pool, encode_tiles.unit_bytes(width))

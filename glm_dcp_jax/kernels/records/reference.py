@@ -8,11 +8,11 @@ from glm_dcp_jax.cache.records import RecordFormat
 
 def gather_pages(
     pool: Shaped[Array, "layers slots width"],
-    layer: Int[Array, ""] | int,
+    layer: Int[Array, ""],
     pages: Int[Array, "N P"],
     page_size: int,
 ) -> Shaped[Array, "N P*page_size width"]:
-    """One layer's whole pages, `page_size` slots each, in page-table order."""
+    """See the op."""
     layers, slots, width = pool.shape
     paged = pool.reshape(layers, slots // page_size, page_size, width)
     found = paged[layer, jnp.maximum(pages, 0)]
@@ -23,6 +23,8 @@ def pack_records(
     pool: Shaped[Array, "layers slots width"], planes: Int[Array, " P"], slots: Int[Array, " N"]
 ) -> Shaped[Array, "P N width"]:
     """See the op."""
+    if pool.size == 0:
+        return jnp.zeros((planes.size, slots.size, pool.shape[2]), pool.dtype)
     kept = (slots >= 0) & (slots < pool.shape[1])
     found = pool[planes[:, None], jnp.where(kept, slots, 0)[None, :]]
     return jnp.where(kept[None, :, None], found, 0)

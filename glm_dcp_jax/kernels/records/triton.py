@@ -36,11 +36,11 @@ def pack_records(
     interpret: bool,
 ) -> Shaped[Array, "P N width"]:
     """See the op."""
+    if 0 in (planes.size, slots.size, pool.size):
+        return jnp.zeros((planes.size, slots.size, pool.shape[-1]), pool.dtype)
     units = _as_units(pool, pool.shape[-1])
     step = moved_rows(slots.size, pool.shape[-1] * pool.dtype.itemsize)
     out = jax.ShapeDtypeStruct((planes.size, slots.size, units.shape[-1]), units.dtype)
-    if 0 in out.shape:
-        return jnp.zeros((*out.shape[:2], pool.shape[-1]), pool.dtype)
 
     def kernel(planes: jax.Ref, slots: jax.Ref, pool: jax.Ref, packed: jax.Ref) -> None:
         rows = _rows(planes, slots, pool, step)
@@ -62,7 +62,7 @@ def unpack_records(
     interpret: bool,
 ) -> Shaped[Array, "layers slots width"]:
     """See the op."""
-    if packed.size == 0:
+    if 0 in (packed.size, pool.size):
         return pool
     units, source = _as_units(pool, pool.shape[-1]), _as_units(packed, pool.shape[-1])
     step = moved_rows(slots.size, pool.shape[-1] * pool.dtype.itemsize)
@@ -90,6 +90,8 @@ def write_records(
     interpret: bool,
 ) -> Shaped[Array, "layers slots width"]:
     """See the op."""
+    if 0 in (planes.size, slots.size, pool.size):
+        return pool
     units = _as_units(pool, *(size for field in record.fields for size in (field.offset, field.nbytes)))
     step, unit = encoded_rows(slots.size), units.dtype.itemsize
 

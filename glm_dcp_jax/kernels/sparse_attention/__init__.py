@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from glm_dcp_jax.cache.records import RecordFormat
 from glm_dcp_jax.kernels.dispatch import Backend, dispatch
+from glm_dcp_jax.kernels.fit import check_axes, check_dtype, check_floats, int32, record_sizes
 from glm_dcp_jax.kernels.sparse_attention import reference, triton
 from glm_dcp_jax.kernels.sparse_attention.reference import attend_gathered
 from glm_dcp_jax.kernels.sparse_attention.tiling import SHARED_MEMORY
@@ -33,21 +34,27 @@ def sparse_attention(
 ) -> tuple[Float[Array, "T H C"], Float[Array, "T H"]]:
     """Attention of absorbed queries over the pool's records at each row's slots, and over a few that are not in it yet.
 
-    q: bfloat16 or float32, and the dtype that records are decoded to. pool: records of one plane (layer) each, as
-    `record` stores them. slots: int32, -1 for nothing; a slot that is listed twice counts twice. Kernels are fastest
-    when -1 comes last. outer_scale: float32, what decoded latents are multiplied by (quantised records only). current:
-    this step's own records, encoded, and which of them each row sees (current_valid). shared_memory: bytes that a
-    program on the GPU may take; `tiling` makes use of them.
+    q: bfloat16, float16 or float32, and the dtype that records are decoded to. pool: records of one plane (layer) each,
+    as `record` stores them. slots: int32, -1 for nothing; a slot that is listed twice counts twice. Planes and slots
+    must exist. Kernels are fastest when -1 comes last. outer_scale: float32, what decoded latents are multiplied by
+    (quantised records only). current: this step's own records, encoded, and which of them each row sees
+    (current_valid). shared_memory: bytes that a program on the GPU may take; `tiling` makes use of them.
 
     Returns the normalised output over latents and the natural-log LSE, both float32. A row without records gets output
     0 and LSE -inf. What is not selected or not valid may hold anything, NaN included. Raises ValueError for arrays that
-    do not fit together.
+    do not fit together, and for byte-wise pools of 2 GiB or more.
     """
-    _check(q, pool, record, current, current_valid)
+    plane, slots = int32("plane", plane), int32("slots", slots)
+    outer_scale = None if outer_scale is None else jnp.asarray(outer_scale)
+    _check(q, pool, plane, slots, record, outer_scale, current, current_valid)
     if q.shape[0] > MOST_ROWS and backend == "triton":
         raise ValueError(
             f"{q.shape[0]} rows are more than a GPU's grid takes; call with at most {MOST_ROWS} at a time"
         )
+    if slots.shape[1] == 0:  # kernels take no lists without entries
+        slots = jnp.full((slots.shape[0], 1), -1, jnp.int32)
+    if current is not None and current.shape[1] == 0:
+        current = current_valid = None
     given = {"outer_scale": outer_scale, "current": current, "current_valid": current_valid}
     optional = {name: array for name, array in given.items() if array is not None}
 
@@ -63,24 +70,37 @@ def sparse_attention(
         partial(named(triton.sparse_attention), shared_memory=shared_memory),
         q,
         pool,
-        jnp.asarray(plane, jnp.int32),
+        plane,
         slots,
         *optional.values(),
     )
 
 
 def _check(
-    q: Array, pool: Array, record: RecordFormat, current: Array | None, current_valid: Array | None
+    q: Array,
+    pool: Array,
+    plane: Array,
+    slots: Array,
+    record: RecordFormat,
+    outer_scale: Array | None,
+    current: Array | None,
+    current_valid: Array | None,
 ) -> None:
-    if q.shape[-1] != record.latent_width + record.rope_width:
-        raise ValueError(
-            f"q has {q.shape[-1]} columns, but absorbed queries of these records have "
-            f"{record.latent_width} + {record.rope_width}"
-        )
-    if pool.shape[-1] != record.width or pool.dtype != record.dtype:
-        raise ValueError(
-            f"the pool keeps {pool.shape[-1]} x {pool.dtype} a record, but {record.name} is "
-            f"{record.width} x {jnp.dtype(record.dtype)}; allocate it from the record format"
-        )
+    sizes, stored = record_sizes(record), f"{record.name} records"
+    check_axes(
+        sizes, q=(q, "T H CR"), pool=(pool, "planes slots width"), plane=(plane, ""), slots=(slots, "T K")
+    )
+    check_floats(q=q)
+    check_dtype(record.dtype, stored, pool=pool)
+    if pool.shape[1] == 0:
+        raise ValueError("the pool has no slots; it must have at least one")
+    if outer_scale is not None:
+        check_axes({}, outer_scale=(outer_scale, ""))
+        check_floats(outer_scale=outer_scale)
     if (current is None) != (current_valid is None):
         raise ValueError("current and current_valid come together: pass both or neither")
+    if current is not None and current_valid is not None:
+        rows = {"T": (q.shape[0], "q"), **sizes}
+        check_axes(rows, current=(current, "T S width"), current_valid=(current_valid, "T S"))
+        check_dtype(record.dtype, stored, current=current)
+        check_dtype(jnp.bool_, "a mask", current_valid=current_valid)

@@ -35,6 +35,8 @@ def sparse_attention(
 ) -> tuple[Float[Array, "T H C"], Float[Array, "T H"]]:
     """See the op."""
     rows, heads, _ = q.shape
+    if 0 in (rows, heads):
+        return jnp.zeros((rows, heads, record.latent_width)), jnp.zeros((rows, heads))
     cut = tiling(rows, heads, slots.shape[1], q.dtype, shared_memory)
     optional: dict[str, Array] = {}
     if outer_scale is not None:

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 def select_positions(scores: Float[Array, "T L"], visible: Int[Array, " T"], k: int) -> Int[Array, "T k"]:
     """See the op."""
     columns = jnp.arange(scores.shape[1])
+    visible = jnp.minimum(visible, scores.shape[1])
     shown = (columns < visible[:, None]) & ~jnp.isnan(scores)
     _, positions = jax.lax.top_k(jnp.where(shown, scores, -jnp.inf), min(k, scores.shape[1]))
     positions = jnp.pad(positions, ((0, 0), (0, k - positions.shape[1])))
@@ -17,10 +18,10 @@ def select_positions(scores: Float[Array, "T L"], visible: Int[Array, " T"], k: 
 
 
 def select_mask(scores: Float[Array, "S L"], visible: Int[Array, " S"], k: int) -> Bool[Array, "S L"]:
-    """The same set as `select_positions`, as a mask over the columns.
+    """See the op.
 
     A binary search over the bits of the k-th largest score, then one over the position up to which scores equal to it
-    are still taken: about 32 + log2(L) counting passes, cheaper than a sort when many rows are selected at once.
+    are still taken: about 32 + log2(L) counting passes.
     """
     columns = jnp.arange(scores.shape[1])
     shown = columns < visible[:, None]
