@@ -69,15 +69,11 @@ def _record_name(cache: CacheConfig, model: ModelConfig, dtype: str) -> str:
 
 
 def _latent_scales(cache: CacheConfig, model: ModelConfig, record: RecordFormat) -> tuple[float, ...] | None:
-    """The outer scales' file, which like the roped key's type is for nvfp4_ds_mla records only."""
-    for name, given in (
-        ("--nvfp4-scales", cache.nvfp4_scales),
-        ("--nvfp4-rope-dtype fp8", cache.nvfp4_rope_dtype == "fp8"),
-    ):
-        if given and record.name != "nvfp4_ds_mla":
-            raise ConfigError(
-                f"{name} is for nvfp4_ds_mla records, but these are {record.name}; add --kv-cache-dtype nvfp4_ds_mla"
-            )
+    """The outer scales' file, which is for nvfp4_ds_mla records only."""
     if cache.nvfp4_scales is None:
         return None
+    if record.name != "nvfp4_ds_mla":
+        raise ConfigError(
+            f"--nvfp4-scales is for nvfp4_ds_mla records, but these are {record.name}; add --kv-cache-dtype nvfp4_ds_mla"
+        )
     return load_outer_scales(Path(cache.nvfp4_scales), model.num_hidden_layers, model.kv_lora_rank)

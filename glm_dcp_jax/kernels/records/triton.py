@@ -132,8 +132,8 @@ class _Rows(NamedTuple):
 
 
 def _rows(planes: jax.Ref, slots: jax.Ref, pool: jax.Ref, step: int) -> _Rows:
-    ordinal = jnp.full((1,), pl.program_id(0), jnp.int32)
-    row = pl.program_id(1) * step + jnp.arange(step, dtype=jnp.int32)
+    ordinal = jnp.full((1,), pl.program_id(1), jnp.int32)
+    row = pl.program_id(0) * step + jnp.arange(step, dtype=jnp.int32)
     slot = tiles.load(slots, row, mask=row < slots.shape[0], other=-1)
     kept = (slot >= 0) & (slot < pool.shape[1])
     # Interpreted, a masked store writes back what it found; it must not find the slot of another row.
@@ -215,11 +215,11 @@ def _launch(
     interpret: bool,
     *inputs: Array,
 ) -> Array:
-    """A program per plane, inputs[0], and `step` slots, inputs[1]. A last input that is `out` is written in place."""
+    """A program per `step` slots, inputs[1], and plane, inputs[0]. A last input that is `out` is written in place."""
     in_place = out is inputs[-1]
     return pl.pallas_call(
         kernel,
-        grid=(inputs[0].size, -(-inputs[1].size // step)),
+        grid=(-(-inputs[1].size // step), inputs[0].size),  # only the first axis may exceed 65,535
         out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
         input_output_aliases={len(inputs) - 1: 0} if in_place else {},
         interpret=interpret,
