@@ -74,6 +74,6 @@ def _latent_scales(cache: CacheConfig, model: ModelConfig, record: RecordFormat)
         return None
     if record.name != "nvfp4_ds_mla":
         raise ConfigError(
-            f"--nvfp4-scales is for nvfp4_ds_mla records, but these are {record.name}; add --kv-cache-dtype nvfp4_ds_mla"
+            f"--nvfp4-scales is for nvfp4_ds_mla records, not for {record.name}; add --kv-cache-dtype nvfp4_ds_mla"
         )
     return load_outer_scales(Path(cache.nvfp4_scales), model.num_hidden_layers, model.kv_lora_rank)
