@@ -1,7 +1,7 @@
 """Compiled steps of an engine that exists only as shapes: any model, pool and device, without memory for them."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -43,7 +43,8 @@ class AbstractEngine:
     @cached_property
     def blueprint(self) -> Blueprint:
         cache = CacheConfig(block_size=BLOCK_SIZE, kv_cache_dtype=self.record or self.dtype)
-        config = EngineConfig("shapes only", self.parallel, cache, dtype=self.dtype)
+        parallel = replace(self.parallel, step_segments=1)
+        config = EngineConfig("shapes only", parallel, cache, dtype=self.dtype)
         return Blueprint(config, self.model, make_mesh(self.parallel, self.devices))
 
     @property

@@ -50,11 +50,13 @@ SPREAD = ("test_goldens", "test_family")
 """Modules whose tests share nothing: when several processes run, each takes some. Other modules stay together."""
 
 
-@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    # Not later: pytest-xdist looks for groups before other plugins have seen the whole collection.
+    if item.path.stem not in SPREAD:
+        item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.stem not in SPREAD:
-            item.add_marker(pytest.mark.xdist_group(str(item.path)))
     if config.getoption("--platform") == "gpu":
         return
     for item in items:

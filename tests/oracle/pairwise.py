@@ -22,7 +22,7 @@ def all_pairs(factors: Factors) -> set[tuple]:
 
 
 def pairwise(factors: Factors) -> list[Case]:
-    """A short list of cases that covers every pair; always the same.
+    """A short list of cases that covers every pair; always the same. Where any value would do, it is the first.
 
     Each case is the best of some that are made one setting after the other, in random orders, each setting taking the
     value that covers most: to look at every combination would take too long.
@@ -44,12 +44,10 @@ def _filled(case: Case, factors: Factors, missing: set[tuple], rng: random.Rando
     open_names = [name for name in factors if name not in case]
     rng.shuffle(open_names)
     for name in open_names:
-        values = list(factors[name])
-        rng.shuffle(values)
 
         def covers(value: object, name: str = name) -> int:
             new = {tuple(sorted([(name, value), other])) for other in case.items()}
             return len(new & missing)
 
-        case[name] = max(values, key=covers)
+        case[name] = max(factors[name], key=covers)
     return {name: case[name] for name in factors}

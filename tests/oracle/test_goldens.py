@@ -29,13 +29,10 @@ FACTORS = {
     "backend": ("ag_rs", "a2a"),
     "context_form": ("mask", "positions"),
     "index_shards": (1, 2, "dcp"),
-    "decode_path": ("queries", "records", "bulk"),
-    "exchange": ("fast", "rounds"),
+    "decode_path": ("queries", "records", "bulk", "bulk in rounds"),
     "project_first": ("never", "always"),
     "segments": (1, 2),
 }
-EXCHANGE_MEMORY = {"fast": 2**29, "rounds": 20_000}
-"""Bytes: room for all records that a step selects, or for a part of them."""
 LAYOUT = ("model", "mesh", "interleave", "block_size", "chunk")
 
 
@@ -57,8 +54,7 @@ def product() -> list[dict]:
         "backend": 3,
         "context_form": 5,
         "index_shards": 2,
-        "decode_path": 1,
-        "exchange": 7,
+        "decode_path": 2,
         "project_first": 9,
         "segments": 11,
     }
@@ -91,8 +87,10 @@ def load(case: dict) -> LLM:
         max_num_batched_tokens=case["chunk"],
         dcp_prefill_path=case["prefill_path"],
         dcp_comm_backend=case["backend"],
-        dcp_decode_path=case["decode_path"],
-        dcp_exchange_memory=EXCHANGE_MEMORY[case["exchange"]],
+        dcp_decode_path=case["decode_path"].split()[0],
+        dcp_exchange_memory=20_000
+        if "rounds" in case["decode_path"]
+        else 2**29,  # room for some records, or all
         dcp_project_first=case["project_first"],
         step_segments=case["segments"],
         dcp_indexer_shards={1: 1, 2: math.gcd(2, dcp), "dcp": dcp}[case["index_shards"]],
@@ -144,10 +142,27 @@ def check_greedy(llm: LLM, model: str) -> None:
         np.testing.assert_allclose(found, expected, rtol=0, atol=2 * LOGIT_TOLERANCE[model])
 
 
+def prefill_as_captured(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of `generate` go through the program that `compute_logits` uses: it need not compile another one."""
+    runner = llm.engine.runner
+    real = runner.prefill
+
+    def prefill(lines, all_logits=False, capture=False):
+        shape, out = real(lines, all_logits=True, capture=True)
+        if not all_logits:
+            last = [row * shape.rows + len(line.tokens) - 1 for row, line in enumerate(lines)]
+            out = out._replace(logits=np.asarray(out.logits)[last])
+        return shape, out
+
+    monkeypatch.setattr(runner, "prefill", prefill)
+
+
 def check(case: dict, monkeypatch: pytest.MonkeyPatch, everything: bool = False) -> None:
     # Which form prefill takes depends on the context's length; here every length takes the case's form.
     monkeypatch.setattr(prefill, "DENSE_CONTEXT", 10**6 if case["context_form"] == "mask" else 0)
     llm = load(case)
+    if not everything and case["chunk"] != WHOLE:
+        prefill_as_captured(llm, monkeypatch)  # cases of a whole chunk use the program that serving uses
     check_greedy(llm, case["model"])
     for prompt in prompts_of(case["model"]):
         steps = len(golden(case["model"])[f"p{prompt}_ids"]) // case["chunk"]

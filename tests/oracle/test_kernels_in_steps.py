@@ -7,7 +7,7 @@ import pytest
 from test_goldens import GOLDEN, HIDDEN_TOLERANCE, LOGIT_TOLERANCE, golden
 
 from glm_dcp_jax import LLM, SamplingParams
-from glm_dcp_jax.engine import runner
+from glm_dcp_jax.engine import blueprint
 from glm_dcp_jax.engine.formats import Formats
 
 PROMPT, TOKENS = 3, 8
@@ -22,7 +22,7 @@ def interpreted(monkeypatch):
         def of(*arguments) -> Formats:
             return replace(Formats.of(*arguments), kernels="interpret")
 
-    monkeypatch.setattr(runner, "Formats", Interpreted)
+    monkeypatch.setattr(blueprint, "Formats", Interpreted)
 
 
 @pytest.mark.parametrize(
