@@ -43,7 +43,7 @@ class AbstractEngine:
     @cached_property
     def blueprint(self) -> Blueprint:
         cache = CacheConfig(block_size=BLOCK_SIZE, kv_cache_dtype=self.record or self.dtype)
-        parallel = replace(self.parallel, step_segments=1)
+        parallel = replace(self.parallel, step_segments=1, dcp_project_first="never")
         config = EngineConfig("shapes only", parallel, cache, dtype=self.dtype)
         return Blueprint(config, self.model, make_mesh(self.parallel, self.devices))
 
