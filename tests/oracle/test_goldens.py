@@ -32,7 +32,10 @@ FACTORS = {
     "decode_path": ("queries", "records", "bulk", "bulk in rounds"),
     "project_first": ("never", "always"),
     "segments": (1, 2),
+    "inside": (0, 1, 2),
 }
+INSIDE_EVERY = len(FACTORS["inside"])
+"""A case of the default run looks inside every third prompt, from one of these on; it generates from all."""
 LAYOUT = ("model", "mesh", "interleave", "block_size", "chunk")
 
 
@@ -57,6 +60,7 @@ def product() -> list[dict]:
         "decode_path": 2,
         "project_first": 9,
         "segments": 11,
+        "inside": 1,
     }
     return [
         layout | {key: FACTORS[key][number // every % len(FACTORS[key])] for key, every in turns.items()}
@@ -164,7 +168,8 @@ def check(case: dict, monkeypatch: pytest.MonkeyPatch, everything: bool = False)
     if not everything and case["chunk"] != WHOLE:
         prefill_as_captured(llm, monkeypatch)  # cases of a whole chunk use the program that serving uses
     check_greedy(llm, case["model"])
-    for prompt in prompts_of(case["model"]):
+    first, every = (0, 1) if everything else (case["inside"], INSIDE_EVERY)
+    for prompt in prompts_of(case["model"])[first::every]:
         steps = len(golden(case["model"])[f"p{prompt}_ids"]) // case["chunk"]
         # The longest prompts in the smallest chunks take as long as all else, and decode has compared their logits.
         if everything or steps <= MOST_CHUNKS:
