@@ -46,16 +46,6 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"jax {jax.__version__}: {len(found)} x {found[0].device_kind}"
 
 
-SPREAD = ("test_goldens", "test_family")
-"""Modules whose tests share nothing: when several processes run, each takes some. Other modules stay together."""
-
-
-def pytest_itemcollected(item: pytest.Item) -> None:
-    # Not later: pytest-xdist looks for groups before other plugins have seen the whole collection.
-    if item.path.stem not in SPREAD:
-        item.add_marker(pytest.mark.xdist_group(item.path.stem))
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--platform") == "gpu":
         return
