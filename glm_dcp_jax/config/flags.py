@@ -53,7 +53,9 @@ FLAGS = (
     Flag("tensor_parallel_size", "devices the model is split over", short="-tp"),
     Flag("decode_context_parallel_size", "devices one copy of the KV cache is split over", short="-dcp"),
     Flag("dcp_comm_backend", "how partial attention outputs are merged", COMM_BACKENDS),
-    Flag("dcp_decode_path", "decode: what travels between ranks, docs/dcp.md; auto: queries", DECODE_PATHS),
+    Flag(
+        "dcp_decode_path", "decode: what travels between ranks (docs/dcp.md); auto: by the link", DECODE_PATHS
+    ),
     Flag("dcp_transport", "exchanges by copy engines or by kernels; auto: by the GPUs' link", TRANSPORTS),
     Flag("dcp_exchange_memory", "bytes per device for exchanged records; more go in rounds"),
     Flag(
