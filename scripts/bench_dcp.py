@@ -25,6 +25,7 @@ from typing import Any
 
 from glm_dcp_jax import environment
 from glm_dcp_jax.config import CacheConfig, ConfigError, EngineConfig, ModelConfig, ParallelConfig
+from glm_dcp_jax.plan import glm52
 
 PATHS = ("queries", "records", "bulk")
 STEPS_A_TURN = 4
@@ -35,24 +36,7 @@ LAYERS = {
     "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 11,
     "rope_theta": 8e6,
 }
-GLM = LAYERS | {
-    "vocab_size": 154_880,
-    "hidden_size": 6144,
-    "num_attention_heads": 64,
-    "q_lora_rank": 2048,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 192,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 256,
-    "intermediate_size": 12_288,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 32,
-    "num_experts_per_tok": 8,
-    "index_topk": 2048,
-    "index_n_heads": 32,
-    "index_head_dim": 128,
-    "max_position_embeddings": 1_048_576,
-}
+GLM = glm52.CONFIG | LAYERS | {"n_routed_experts": 32}
 SMALL = LAYERS | {
     "vocab_size": 4096,
     "hidden_size": 256,

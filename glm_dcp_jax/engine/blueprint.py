@@ -165,7 +165,16 @@ class Blueprint:
         )
 
     def decode_estimate(self, shape: StepShape) -> Estimate:
-        """The path that a decode step of this shape takes, and what it is expected to wait for."""
+        """The path that a decode step of this shape takes, and what it is expected to wait for. Every step asks."""
+        if shape not in self._estimates:
+            self._estimates[shape] = self._estimate(shape)
+        return self._estimates[shape]
+
+    @cached_property
+    def _estimates(self) -> dict[StepShape, Estimate]:
+        return {}
+
+    def _estimate(self, shape: StepShape) -> Estimate:
         wanted = self.config.parallel.dcp_decode_path if self.layout.world > 1 else "queries"
         local_tokens = shape.pages * self.layout.block_size
         return self.policy.choose(wanted, shape.requests, shape.rows, local_tokens)

@@ -4,29 +4,14 @@ import pytest
 from abstract_steps import AbstractEngine, Program
 
 from glm_dcp_jax.config import ModelConfig, ParallelConfig
+from glm_dcp_jax.plan import glm52
 
 # GLM-5.2 with fewer layers and experts: [Fd], three equal groups [F S] that are scanned, and a last [F].
-MODEL = {
-    "model_type": "glm_moe_dsa",
+MODEL = glm52.CONFIG | {
     "num_hidden_layers": 8,
     "indexer_types": ["full"] + ["full", "shared"] * 3 + ["full"],
     "mlp_layer_types": ["dense"] + ["sparse"] * 7,
     "n_routed_experts": 32,
-    "num_experts_per_tok": 8,
-    "vocab_size": 154_880,
-    "hidden_size": 6144,
-    "num_attention_heads": 64,
-    "q_lora_rank": 2048,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 192,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 256,
-    "intermediate_size": 12_288,
-    "moe_intermediate_size": 2048,
-    "index_topk": 2048,
-    "index_n_heads": 32,
-    "index_head_dim": 128,
-    "rope_theta": 8e6,
 }
 POOL_TOKENS = 8 * 2**20
 """One layer's CKV is then 1.2 GB or more on each device: more than the workspace of a prefill chunk."""
