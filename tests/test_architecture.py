@@ -24,7 +24,7 @@ FORBIDDEN = {
     "a path of one machine": re.compile(r"(?<![\w.~}\)])/(?:home|root|mnt|Users|work|opt)/\w"),
     "a package index": re.compile(r"\bpypi\.|pythonhosted\.|\bindex.url\b|/simple[/]", re.IGNORECASE),
 }
-NO_JAX = (PACKAGE, "config", "environment", "cache.placement", "cache.allocator")
+NO_JAX = (PACKAGE, "config", "environment", "cache.placement", "cache.allocator", "cache.prefix_cache")
 
 
 def texts(root: Path) -> Iterator[Path]:

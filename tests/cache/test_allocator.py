@@ -13,47 +13,77 @@ from glm_dcp_jax.cache.placement import Layout
 from glm_dcp_jax.config import ConfigError
 
 
-def state(allocator: PageAllocator) -> tuple[list[int], list[int]]:
-    """All that can be seen: every reference count, and the order in which free pages will be handed out."""
+def state(allocator: PageAllocator) -> tuple[list[int], list[int], frozenset[int]]:
+    """All that can be seen: reference counts, the order in which free pages will be handed out, and what is kept."""
     counts = [allocator.ref_count(page) for page in range(allocator.num_pages)]
-    order = allocator.allocate(allocator.num_free)
-    allocator.free(order)
-    return counts, order
+    return counts, allocator.free_line, allocator.kept
 
 
 class Lockstep(RuleBasedStateMachine):
-    """Two ranks make the same calls; both must do what a list of free pages and a count of references say."""
+    """Two ranks make the same calls; both must do what lists of free pages and a count of references say."""
 
     @initialize(num_pages=st.integers(2, 20))
     def start(self, num_pages: int) -> None:
         self.ranks = [PageAllocator(num_pages), PageAllocator(num_pages)]
         self.line = list(range(1, num_pages))
+        self.kept_line: list[int] = []
+        self.kept: set[int] = set()
+        self.forgotten: list[tuple[PageAllocator, int]] = []
         self.references: Counter[int] = Counter()
 
-    def refuse(self, error: type[Exception], method: str, argument: object) -> None:
+    def refuse(self, error: type[Exception], method: str, *arguments: object) -> None:
         """Both ranks refuse the call, and nothing is lost."""
         for rank in self.ranks:
             before = state(rank)
             with pytest.raises(error):
-                getattr(rank, method)(argument)
+                getattr(rank, method)(*arguments)
             assert state(rank) == before
 
     @rule(count=st.integers(0, 8))
     def allocate(self, count: int) -> None:
-        if count > len(self.line):
+        if count > len(self.line) + len(self.kept_line):
             self.refuse(OutOfPages, "allocate", count)
             return
-        expected, self.line = self.line[:count], self.line[count:]
+        evicted = self.kept_line[: max(count - len(self.line), 0)]
+        expected, self.line = [*self.line[:count], *evicted], self.line[count:]
+        self.kept_line = self.kept_line[len(evicted) :]
+        self.kept -= set(evicted)
+        self.forgotten.clear()
         assert [rank.allocate(count) for rank in self.ranks] == [expected, expected]
+        assert self.forgotten == [(rank, page) for rank in self.ranks for page in evicted]
         self.references.update(expected)
 
-    @precondition(lambda self: self.references)
+    @precondition(lambda self: self.references or self.kept_line)
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
-        pages = data.draw(st.lists(st.sampled_from(sorted(self.references)), max_size=6))
+        pages = data.draw(st.lists(st.sampled_from(sorted({*self.references, *self.kept_line})), max_size=6))
         for rank in self.ranks:
             rank.share(pages)
         self.references.update(pages)
+        self.kept_line = [page for page in self.kept_line if page not in pages]
+
+    @rule(data=st.data())
+    def keep(self, data: st.DataObject) -> None:
+        page = data.draw(st.integers(-1, self.ranks[0].num_pages))
+        if page not in self.references or page in self.kept:
+            self.refuse(AllocatorError, "keep", page, lambda page: None)
+            return
+        for rank in self.ranks:
+            rank.keep(page, lambda page, rank=rank: self.forgotten.append((rank, page)))
+        self.kept.add(page)
+
+    @rule(data=st.data())
+    def unkeep(self, data: st.DataObject) -> None:
+        page = data.draw(st.integers(-1, self.ranks[0].num_pages))
+        if page not in self.kept:
+            self.refuse(AllocatorError, "unkeep", page)
+            return
+        for rank in self.ranks:
+            rank.unkeep(page)
+        self.kept.remove(page)
+        if page in self.kept_line:
+            self.kept_line.remove(page)
+            self.line.append(page)
 
     @precondition(lambda self: self.references)
     @rule(data=st.data())
@@ -66,14 +96,15 @@ class Lockstep(RuleBasedStateMachine):
             self.references[page] -= 1
             if not self.references[page]:
                 del self.references[page]
-                self.line.append(page)
+                (self.kept_line if page in self.kept else self.line).append(page)
 
-    @rule(data=st.data())
-    def misuse(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), method=st.sampled_from(["free", "share"]))
+    def misuse(self, data: st.DataObject, method: str) -> None:
         """One wrong id anywhere among right ones spoils the whole call."""
-        bad = st.sampled_from([NULL_PAGE, -1, self.ranks[0].num_pages, *self.line])
+        nobodys = [*self.line, *(self.kept_line if method == "free" else [])]
+        bad = st.sampled_from([NULL_PAGE, -1, self.ranks[0].num_pages, *nobodys])
         pages = data.draw(st.permutations([data.draw(bad), *self.references]))
-        self.refuse(AllocatorError, data.draw(st.sampled_from(["free", "share"])), pages)
+        self.refuse(AllocatorError, method, pages)
 
     @precondition(lambda self: self.references)
     @rule(data=st.data())
@@ -86,10 +117,10 @@ class Lockstep(RuleBasedStateMachine):
     def both_ranks_agree_with_the_model(self) -> None:
         for rank in self.ranks:
             rank.check()
-            assert rank.num_free == len(self.line)
+            assert rank.num_free == len(self.line) + len(self.kept_line)
             assert rank.num_used == len(self.references)
             counts = [1] + [self.references[page] for page in range(1, rank.num_pages)]
-            assert state(rank) == (counts, self.line)
+            assert state(rank) == (counts, self.line + self.kept_line, self.kept)
 
 
 Lockstep.TestCase.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
@@ -127,6 +158,55 @@ def test_a_shared_page_is_free_only_after_its_last_holder_has_gone() -> None:
     assert (allocator.num_used, allocator.num_free) == (1, 2)
     allocator.free(pages[:1])
     assert (allocator.num_used, allocator.num_free) == (0, 3)
+
+
+def test_a_kept_page_is_found_again_until_it_is_handed_out() -> None:
+    allocator, forgotten = PageAllocator(5), []
+    allocator.allocate(3)
+    for page in (1, 2):
+        allocator.keep(page, forgotten.append)
+    allocator.free([1, 2, 3])
+    assert allocator.free_line == [4, 3, 1, 2]
+    allocator.share([1])
+    allocator.share([1])
+    assert (allocator.ref_count(1), allocator.num_used, forgotten) == (2, 1, [])
+    allocator.free([1, 1])
+    assert allocator.allocate(3) == [4, 3, 2]
+    assert (forgotten, allocator.kept) == ([2], {1})
+
+
+def test_what_is_not_kept_any_more_goes_before_what_is() -> None:
+    allocator = PageAllocator(4)
+    allocator.allocate(3)
+    for page in (1, 2, 3):
+        allocator.keep(page, pytest.fail)
+    allocator.free([1, 2, 3])
+    for page in (3, 2, 1):
+        allocator.unkeep(page)
+    assert allocator.allocate(3) == [3, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("misuse", "message"),
+    [
+        (lambda a: a.keep(1, print), "page 1 is kept already; `unkeep` it before"),
+        (lambda a: a.keep(2, print), "page 2 is free already, only its content is kept"),
+        (lambda a: a.keep(3, print), "page 3 is free already"),
+        (lambda a: a.keep(NULL_PAGE, print), "page 0 is the null page"),
+        (lambda a: a.keep(9, print), "9 is no page id"),
+        (lambda a: a.unkeep(3), "page 3 is not kept"),
+        (lambda a: a.free([2]), "page 2 is free already, only its content is kept: a double free"),
+    ],
+)
+def test_keeping_the_wrong_page_is_refused(misuse, message: str) -> None:
+    allocator = PageAllocator(5)
+    for page in allocator.allocate(2):
+        allocator.keep(page, print)
+    allocator.free([2])
+    before = state(allocator)
+    with pytest.raises(AllocatorError, match=message):
+        misuse(allocator)
+    assert state(allocator) == before
 
 
 @pytest.mark.parametrize("method", ["free", "share"])
@@ -176,6 +256,9 @@ def test_a_cache_without_a_single_page_to_hand_out_is_refused(num_pages: int) ->
     [
         (lambda a: a._free.append(a._free[0]), "twice in the line"),
         (lambda a: a._free.append(1), "page 1: 1 references, in the line"),
+        (lambda a: a._kept.update({3: print}), "in the wrong line"),
+        (lambda a: a._kept_free.update({3: None}), "twice in the line"),
+        (lambda a: a._kept_free.update({a._free.pop(): None}), "in the wrong line"),
         (lambda a: a._free.popleft(), "page 3: 0 references, not in the line"),
         (lambda a: a._free.append(NULL_PAGE), "null page 0 or an unknown page"),
         (lambda a: a._free.append(99), "null page 0 or an unknown page"),
@@ -250,3 +333,38 @@ def test_releasing_a_table_keeps_the_pages_another_request_shares() -> None:
     allocator.share(table.pages[:2])
     table.release()
     assert [allocator.ref_count(page) for page in (1, 2, 3)] == [1, 1, 0]
+
+
+def test_a_table_begins_with_pages_of_another_and_holds_what_is_to_be_copied() -> None:
+    allocator = PageAllocator(8)
+    first, second = (PageTable(allocator, Layout(block_size=4)) for _ in range(2))
+    first.grow(12)
+    second.begin(first.pages[:2], source_page=first.pages[2])
+    assert second.grow(12) == [4] and second.pages == [1, 2, 4]
+    first.release()
+    assert [allocator.ref_count(page) for page in (1, 2, 3)] == [1, 1, 1]
+    second.drop_source_page()
+    assert (allocator.ref_count(3), second.source_page) == (0, None)
+    second.release()
+    assert allocator.free_line == [5, 6, 7, 3, 4, 2, 1]
+
+
+def test_a_table_that_ends_before_its_copy_gives_the_source_back_too() -> None:
+    allocator = PageAllocator(8)
+    first, second = (PageTable(allocator, Layout(block_size=4)) for _ in range(2))
+    first.grow(8)
+    second.begin(first.pages[:1], source_page=first.pages[1])
+    second.release()
+    assert [allocator.ref_count(page) for page in (1, 2)] == [1, 1]
+    assert (second.pages, second.source_page) == ([], None)
+
+
+def test_a_table_that_is_not_empty_or_a_page_of_nobody_is_refused() -> None:
+    allocator = PageAllocator(8)
+    first, second = (PageTable(allocator, Layout(block_size=4)) for _ in range(2))
+    first.grow(8)
+    with pytest.raises(AllocatorError, match="only while it is empty; release it first"):
+        first.begin([1])
+    with pytest.raises(AllocatorError, match="page 5 is free already"):
+        second.begin([1], source_page=5)
+    assert (second.pages, second.source_page, allocator.ref_count(1)) == ([], None, 1)
