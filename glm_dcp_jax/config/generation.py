@@ -44,6 +44,9 @@ _RULES = {
         "top_k", int, f"an integer from -1 to {_INT32} (0 and -1 turn it off)", lambda v: -1 <= v <= _INT32
     ),
     "min_p": _Rule("min_p", float, "a number from 0 to 1", lambda v: 0 <= v <= 1),
+    "repetition_penalty": _Rule(
+        "repetition_penalty", float, f"a number above 0 and below {_LARGEST:g}", lambda v: 0 < v < _LARGEST
+    ),
     "max_new_tokens": _Rule("max_tokens", int, f"an integer from 1 to {_INT32}", lambda v: 1 <= v <= _INT32),
 }
 
@@ -68,8 +71,6 @@ def sampling_defaults(directory: Path, choice: str) -> SamplingDefaults:
                 "--generation-config vllm ignore the suggestions"
             )
         found[rule.field] = rule.kind(value)
-    if given.get("repetition_penalty", 1) != 1:
-        _log.warning("%s asks for a repetition_penalty, which is not supported and left out", file)
     if found:
         _log.info("Sampling defaults from %s: %s", file.name, found)
     return found

@@ -12,13 +12,15 @@ class Detokenizer:
 
     The stop string that is *completed* first ends the text (of several completed by one character, the
     longest), so the result does not depend on how the text was cut into tokens. A token that itself ends the
-    output (end of sequence, stop_token_ids) is pushed only if include_stop_str_in_output wants it shown.
+    output (end of sequence, stop_token_ids) is pushed only if include_stop_str_in_output wants it shown. What the
+    first min_tokens tokens complete ends nothing.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if params.skip_special_tokens else frozenset()
         self._include_stop = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
         self._watches = [_StopWatch(string) for string in params.stop_strings]
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._whole = ""
@@ -58,7 +60,7 @@ class Detokenizer:
             return
         for taken, character in enumerate(piece, start=1):
             completed = [watch.string for watch in self._watches if watch.completed_by(character)]
-            if completed:
+            if completed and self.token_count > self._min_tokens:
                 self._end(piece[:taken], max(completed, key=len))
                 return
         self._whole += piece
@@ -86,9 +88,12 @@ class _StopWatch:
             length = self._shorter[place] = self._longer(length, string[place])
 
     def completed_by(self, character: str) -> bool:
-        """Take the text's next character; True when it completes the string; no more may follow."""
+        """Take the text's next character; True when it completes the string, which may then begin anew."""
         self.matched = self._longer(self.matched, character)
-        return self.matched == len(self.string)
+        if self.matched < len(self.string):
+            return False
+        self.matched = self._shorter[-1]
+        return True
 
     def _longer(self, length: int, character: str) -> int:
         while length and self.string[length] != character:

@@ -41,10 +41,16 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A prompt and all its continuations, as far as they have come. prompt: None if it came as token ids."""
+    """A prompt and all its continuations, as far as they have come. prompt: None if it came as token ids.
+
+    prompt_logprobs: as of an output, of the prompt's tokens (None for the first); None if not asked for.
+    num_cached_tokens: prompt tokens that were not computed, since the cache had them.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0

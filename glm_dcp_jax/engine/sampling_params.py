@@ -1,16 +1,22 @@
 """What a request asks of sampling: vLLM's names, defaults and ranges, checked once when built."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 
 MAX_N = 128
 MAX_LOGPROBS = 20
+MAX_PENALTY = 2
+MAX_BIAS = 100
 _INT32 = 2**31 - 1
 _INT64 = 2**63 - 1
-_LARGEST = 1e30
-"""Above any sensible number, well inside float32."""
+_DIGITS = re.compile("[0-9]{1,10}")
+_LARGEST, _SMALLEST = 1e30, 1e-30
+"""Above and below any sensible number, well inside float32."""
+_INTEGERS = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")
+_FLOATS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
 _GREEDY_BELOW = 1e-5
 """Temperatures below this count as 0: dividing float32 logits by them would overflow."""
 
@@ -29,53 +35,99 @@ class SamplingParams:
 
     n: outputs per prompt. temperature: 0 is greedy. top_k: 0 or -1 is off. seed: None takes the engine's.
     max_tokens: None is as far as the model's length goes. stop: one or several strings that end the text.
-    logprobs: how many alternatives to report per token besides the sampled one; None reports nothing.
+    min_tokens: no end-of-sequence or stop token before so many. logprobs: how many alternatives to report per token
+    besides the sampled one; None reports nothing. prompt_logprobs: the same of each prompt token but the first.
     detokenize: False leaves the text empty, and then `stop` cannot work.
+
+    presence_penalty, frequency_penalty: taken from the logit of a token that the output holds, once and for each time.
+    repetition_penalty: divides a positive logit of a token that prompt or output holds, and multiplies a negative one;
+    1 is off. logit_bias: token id (or its digits) to what is added to its logit. bad_words: texts that must not come.
+    allowed_token_ids: the only tokens to sample.
     """
 
     n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
     max_tokens: int | None = 16
+    min_tokens: int = 0
     stop: tuple[str, ...] | list[str] | str | None = None
     stop_token_ids: tuple[int, ...] | list[int] | None = None
     ignore_eos: bool = False
+    bad_words: tuple[str, ...] | list[str] | None = None
+    logit_bias: Mapping[int, float] | Mapping[str, float] | None = field(default=None, hash=False)
+    allowed_token_ids: tuple[int, ...] | list[int] | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
 
     def __post_init__(self) -> None:
+        self._check_numbers()
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
+            if not isinstance(getattr(self, name), bool):
+                raise ParameterError(name, f"{name} must be True or False, but is {getattr(self, name)!r}")
+        self._make_plain()
+        self._set("stop", _strings("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
+        self._set("stop_token_ids", _tokens("stop_token_ids", self.stop_token_ids))
+        self._set("bad_words", _strings("bad_words", self.bad_words))
+        if self.allowed_token_ids is not None:
+            self._set("allowed_token_ids", _tokens("allowed_token_ids", self.allowed_token_ids))
+        if self.logit_bias is not None:
+            self._set("logit_bias", _biases(self.logit_bias))
+        self._check_together()
+
+    def _check_numbers(self) -> None:
         _integer("n", self.n, 1, MAX_N)
+        for name in ("presence_penalty", "frequency_penalty"):
+            _range(name, getattr(self, name), -MAX_PENALTY, MAX_PENALTY)
+        allowed = f"a number above 0, from {_SMALLEST:g}"
+        _number("repetition_penalty", self.repetition_penalty, allowed, lambda value: value >= _SMALLEST)
         _number("temperature", self.temperature, "a number of at least 0", lambda value: value >= 0)
         _number("top_p", self.top_p, "above 0 and at most 1", lambda value: 0 < value <= 1)
         _integer("top_k", self.top_k, -1, _INT32, " (0 and -1 turn it off)")
-        _number("min_p", self.min_p, "from 0 to 1", lambda value: 0 <= value <= 1)
-        if self.seed is not None:
-            _integer("seed", self.seed, -_INT64 - 1, _INT64)
-        if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, _INT32)
-        if self.logprobs is not None:
-            _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        for field in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
-            if not isinstance(getattr(self, field), bool):
-                raise ParameterError(field, f"{field} must be True or False, but is {getattr(self, field)!r}")
-        self._make_plain()
-        object.__setattr__(self, "stop", _stop_strings(self.stop))
-        object.__setattr__(self, "stop_token_ids", _stop_tokens(self.stop_token_ids))
+        _range("min_p", self.min_p, 0, 1)
+        _integer("min_tokens", self.min_tokens, 0, _INT32)
+        limits = {
+            "seed": (-_INT64 - 1, _INT64),
+            "max_tokens": (1, _INT32),
+            "logprobs": (0, MAX_LOGPROBS),
+            "prompt_logprobs": (0, MAX_LOGPROBS),
+        }
+        for name, (least, most) in limits.items():
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), least, most)
+
+    def _check_together(self) -> None:
         if self.stop and not self.detokenize:
             raise ParameterError("stop", "stop strings need text: leave detokenize on, or use stop_token_ids")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ParameterError(
+                "min_tokens",
+                f"min_tokens must be at most max_tokens, which is {self.max_tokens}, but is {self.min_tokens}",
+            )
+        if self.allowed_token_ids == ():
+            raise ParameterError(
+                "allowed_token_ids",
+                "allowed_token_ids must hold at least one token id; leave it out to allow all",
+            )
 
     def _make_plain(self) -> None:
         """numpy's numbers become python's, which alone can be sent as JSON."""
-        for field in ("n", "top_k", "seed", "max_tokens", "logprobs"):
-            if getattr(self, field) is not None:
-                object.__setattr__(self, field, int(getattr(self, field)))
-        for field in ("temperature", "top_p", "min_p"):
-            object.__setattr__(self, field, float(getattr(self, field)))
+        for name in _INTEGERS:
+            if getattr(self, name) is not None:
+                self._set(name, int(getattr(self, name)))
+        for name in _FLOATS:
+            self._set(name, float(getattr(self, name)))
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
 
     @property
     def greedy(self) -> bool:
@@ -83,9 +135,44 @@ class SamplingParams:
         return self.temperature < _GREEDY_BELOW
 
     @property
+    def filtered(self) -> bool:
+        """Whether top_k, top_p or min_p may leave tokens out of a random draw."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether a logit depends on which tokens came before: one of the three penalties is on."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether a row can only be sampled when the host knows all tokens before it."""
+        return self.counts_tokens or bool(self.bad_words) or self.min_tokens > 0
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether logits are changed before sampling at all."""
+        return self.needs_history or bool(self.logit_bias) or self.allowed_token_ids is not None
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple, whichever way it was given."""
-        return _stop_strings(self.stop)
+        return tuple(self.stop or ())
+
+
+def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
+    """Raise ParameterError for a token id that the model does not have, wherever it is named."""
+    named: dict[str, Collection[int]] = {
+        "stop_token_ids": params.stop_token_ids or (),
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "logit_bias": [int(token) for token in params.logit_bias or ()],
+    }
+    for name, tokens in named.items():
+        wrong = next((token for token in tokens if token >= vocab_size), None)
+        if wrong is not None:
+            raise ParameterError(
+                name, f"{name} names token id {wrong}, which is not in the vocabulary (0 to {vocab_size - 1})"
+            )
 
 
 def _integer(field: str, value: object, least: int, most: int, note: str = "") -> None:
@@ -105,19 +192,36 @@ def _number(field: str, value: object, allowed: str, in_range: Callable[[float],
         raise ParameterError(field, f"{field} must be {allowed}, but is {value!r}")
 
 
-def _stop_strings(stop: object) -> tuple[str, ...]:
-    if stop is not None and not isinstance(stop, (str, list, tuple)):
-        raise ParameterError("stop", f"stop must be a string or a list of strings, but is {stop!r}")
-    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    for string in strings:
+def _range(field: str, value: object, least: float, most: float) -> None:
+    _number(field, value, f"a number from {least:g} to {most:g}", lambda number: least <= number <= most)
+
+
+def _strings(field: str, strings: object) -> tuple[str, ...]:
+    if strings is not None and not isinstance(strings, (list, tuple)):
+        one = "a string or " if field == "stop" else ""
+        raise ParameterError(field, f"{field} must be {one}a list of strings, but is {strings!r}")
+    for string in strings or ():
         if not isinstance(string, str) or not string:
-            raise ParameterError("stop", f"stop must be non-empty strings, but holds {string!r}")
-    return strings
+            raise ParameterError(field, f"{field} must be non-empty strings, but holds {string!r}")
+    return tuple(strings or ())
 
 
-def _stop_tokens(ids: object) -> tuple[int, ...]:
+def _tokens(field: str, ids: object) -> tuple[int, ...]:
     if ids is not None and not isinstance(ids, (list, tuple)):
-        raise ParameterError("stop_token_ids", f"stop_token_ids must be a list of token ids, but is {ids!r}")
+        raise ParameterError(field, f"{field} must be a list of token ids, but is {ids!r}")
     for token in ids or ():
-        _integer("stop_token_ids", token, 0, _INT32)
+        _integer(field, token, 0, _INT32)
     return tuple(int(token) for token in ids or ())
+
+
+def _biases(biases: object) -> dict[int, float]:
+    """{token id: bias}. JSON's keys are strings, so digits are token ids too."""
+    if not isinstance(biases, Mapping):
+        raise ParameterError("logit_bias", f"logit_bias must map token ids to numbers, but is {biases!r}")
+    found: dict[int, float] = {}
+    for key, bias in biases.items():
+        token = int(key) if isinstance(key, str) and _DIGITS.fullmatch(key) else key
+        _integer("logit_bias", token, 0, _INT32, " for each token id")
+        _range("logit_bias", bias, -MAX_BIAS, MAX_BIAS)
+        found[int(token)] = float(bias)
+    return found

@@ -11,13 +11,13 @@ from fastapi import Request as HttpRequest
 
 from glm_dcp_jax.serve.chat_prompt import chat_token_ids
 from glm_dcp_jax.serve.context import Context, context_of
-from glm_dcp_jax.serve.deltas import Delta, Usage, deltas, token_ids_body
+from glm_dcp_jax.serve.deltas import Delta, Usage, deltas, token_ids_body, whole_deltas
 from glm_dcp_jax.serve.disconnect import while_connected
 from glm_dcp_jax.serve.errors import ApiError, json_response
 from glm_dcp_jax.serve.event_stream import EventStream
 from glm_dcp_jax.serve.generation import Work, complete, generate
 from glm_dcp_jax.serve.limits import check_logprobs, output_budget
-from glm_dcp_jax.serve.logprobs import chat_logprobs
+from glm_dcp_jax.serve.logprobs import chat_logprobs, prompt_logprobs_body
 from glm_dcp_jax.serve.protocol import ChatRequest
 
 router = APIRouter()
@@ -48,7 +48,8 @@ class Chat:
             "model": context.model(body.model),
         }
         self._tokenizer = context.tokenizer("chat", "messages")
-        check_logprobs("top_logprobs", body.top_logprobs, context.settings.max_logprobs)
+        for field in ("top_logprobs", "prompt_logprobs"):
+            check_logprobs(field, getattr(body, field), context.settings.max_logprobs)
         if body.top_logprobs and not body.logprobs:
             raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
 
@@ -57,11 +58,14 @@ class Chat:
         usage = Usage()
         [output] = await complete(self._context, [await self._work()])
         usage.see(0, output)
-        choices = []
-        for choice in output.outputs:
-            delta = Delta(0, choice, output.prompt_token_ids, first=True)
-            choices.append(self._choice(delta, {"message": {"role": "assistant", "content": choice.text}}))
-        return {**self._head, "choices": choices, "usage": usage.body()}
+        choices = [
+            self._choice(delta, {"message": {"role": "assistant", "content": delta.choice.text}})
+            for delta in whole_deltas(0, output)
+        ]
+        answer: dict[str, Any] = {**self._head, "choices": choices, "usage": usage.body()}
+        if self._body.prompt_logprobs is not None:
+            answer["prompt_logprobs"] = prompt_logprobs_body(output.prompt_logprobs or [])
+        return answer
 
     async def stream(self) -> AsyncGenerator[dict[str, Any], None]:
         """The answer in chunks, as it is generated; each choice begins with its role."""

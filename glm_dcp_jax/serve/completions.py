@@ -3,21 +3,23 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 
+from glm_dcp_jax.engine.outputs import Logprob
 from glm_dcp_jax.serve.context import Context, context_of
-from glm_dcp_jax.serve.deltas import Delta, Usage, deltas, token_ids_body
+from glm_dcp_jax.serve.deltas import Delta, Usage, deltas, token_ids_body, whole_deltas
 from glm_dcp_jax.serve.disconnect import while_connected
+from glm_dcp_jax.serve.echo import prompts_only, with_prompt, without_output
 from glm_dcp_jax.serve.errors import json_response
 from glm_dcp_jax.serve.event_stream import EventStream
 from glm_dcp_jax.serve.generation import Work, complete, generate
 from glm_dcp_jax.serve.limits import check_logprobs, encode_within, output_budget
-from glm_dcp_jax.serve.logprobs import completion_logprobs
+from glm_dcp_jax.serve.logprobs import completion_logprobs, prompt_logprobs_body
 from glm_dcp_jax.serve.protocol import CompletionRequest, Prompt
 
 router = APIRouter()
@@ -49,16 +51,17 @@ class Completion:
             "model": context.model(body.model),
         }
         self._offsets: dict[int, int] = {}
-        check_logprobs("logprobs", body.logprobs, context.settings.max_logprobs)
+        for field in ("logprobs", "prompt_logprobs"):
+            check_logprobs(field, getattr(body, field), context.settings.max_logprobs)
 
     async def whole(self) -> dict[str, Any]:
         """The answer, once everything is generated."""
         usage = Usage()
         choices = []
         for place, output in enumerate(await complete(self._context, await self._works())):
-            usage.see(place, output)
-            for choice in output.outputs:
-                choices.append(self._choice(Delta(place, choice, output.prompt_token_ids, first=True)))
+            shown = without_output(output) if self._body.prompt_only else output
+            usage.see(place, shown)
+            choices += [self._choice(delta) for delta in whole_deltas(place, shown)]
         return {**self._head, "choices": choices, "usage": usage.body()}
 
     async def stream(self) -> AsyncGenerator[dict[str, Any], None]:
@@ -66,6 +69,8 @@ class Completion:
         usage = Usage()
         every_token = self._body.return_token_ids or self._body.logprobs is not None
         outputs = generate(self._context, await self._works())
+        if self._body.prompt_only:
+            outputs = prompts_only(outputs)
         async with aclosing(deltas(outputs, usage, every_token)) as new:
             async for delta in new:
                 yield {**self._head, "choices": [self._choice(delta)]}
@@ -89,29 +94,36 @@ class Completion:
 
     def _work(self, request_id: str, prompt: list[int]) -> Work:
         body, engine = self._body, self._context.engine
-        max_tokens = output_budget(
-            len(prompt), body.max_tokens, engine.max_model_len, "prompt", DEFAULT_MAX_TOKENS
-        )
-        if body.stop:
-            self._context.tokenizer("a stop string", "stop")
+        requested = 1 if body.prompt_only else body.max_tokens
+        max_tokens = output_budget(len(prompt), requested, engine.max_model_len, "prompt", DEFAULT_MAX_TOKENS)
+        body.require_tokenizer(self._context.tokenizer)
         params = body.sampling_params(
             engine.sampling_defaults, max_tokens, body.logprobs, detokenize=engine.tokenizer is not None
         )
         return Work(request_id, prompt, params, blame="prompt")
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
-        choice = delta.choice
-        index = delta.place * (self._body.n or 1) + choice.index
+        """delta as an element of `choices`, behind its prompt if that is to be echoed."""
+        body, choice, tokenizer = self._body, delta.choice, self._context.engine.tokenizer
+        index = delta.place * (body.n or 1) + choice.index
+        text, token_ids = choice.text, choice.token_ids
+        scored: Sequence[dict[int, Logprob] | None] | None = choice.logprobs
+        if body.echo and delta.first:
+            text, token_ids, scored = with_prompt(delta, body.prompt[delta.place], tokenizer)
         logprobs = None
-        if self._body.logprobs is not None and choice.logprobs is not None:
+        if body.logprobs is not None and scored is not None:
             offset = self._offsets.get(index, 0)
-            logprobs = completion_logprobs(choice.token_ids, choice.logprobs, self._body.logprobs, offset)
+            logprobs = completion_logprobs(token_ids, scored, body.logprobs, offset, tokenizer)
             self._offsets[index] = offset + sum(map(len, logprobs["tokens"]))
         answer = {
             "index": index,
-            "text": choice.text,
+            "text": text,
             "logprobs": logprobs,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
-        return {**answer, **token_ids_body(delta)} if self._body.return_token_ids else answer
+        if body.return_token_ids:
+            answer |= token_ids_body(delta)
+        if body.prompt_logprobs is not None:
+            answer |= {"prompt_logprobs": prompt_logprobs_body(delta.prompt_logprobs or [])}
+        return answer

@@ -7,6 +7,7 @@ from typing import Any
 
 from glm_dcp_jax.engine.outputs import CompletionOutput, RequestOutput
 from glm_dcp_jax.serve.generation import Outputs
+from glm_dcp_jax.serve.logprobs import PromptLogprobs
 
 
 @dataclass
@@ -39,6 +40,7 @@ class Delta:
     choice: CompletionOutput
     prompt_token_ids: list[int]
     first: bool
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 async def deltas(outputs: Outputs, usage: Usage, every_token: bool) -> AsyncGenerator[Delta, None]:
@@ -53,8 +55,16 @@ async def deltas(outputs: Outputs, usage: Usage, every_token: bool) -> AsyncGene
                     continue
                 new = cursor.advance(choice)
                 if new.text or new.finished or (every_token and new.token_ids):
-                    yield Delta(place, new, output.prompt_token_ids, cursor.first)
+                    yield Delta(place, new, output.prompt_token_ids, cursor.first, output.prompt_logprobs)
                     cursor.first = False
+
+
+def whole_deltas(place: int, output: RequestOutput) -> list[Delta]:
+    """All choices of prompt number `place`, when nothing of them came before."""
+    return [
+        Delta(place, choice, output.prompt_token_ids, True, output.prompt_logprobs)
+        for choice in output.outputs
+    ]
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """The command line of `python -m glm_dcp_jax.serve`: the engine's flags and the server's own, in vLLM's names."""
 
 import argparse
+import json
 import os
 import re
 from collections.abc import Sequence
@@ -10,7 +11,8 @@ from typing import Any, NoReturn
 
 from glm_dcp_jax._version import __version__
 from glm_dcp_jax.config import FLAGS, REFUSED, ConfigError, EngineConfig, Flag, engine_config
-from glm_dcp_jax.config.flags import explain_unknown, field_of, value_type
+from glm_dcp_jax.config.flags import JSON_FLAGS, explain_unknown, field_of, value_type
+from glm_dcp_jax.config.json_file import parse_json
 from glm_dcp_jax.engine.chat_template import read_template
 from glm_dcp_jax.engine.sampling_params import MAX_LOGPROBS
 from glm_dcp_jax.serve.settings import LOG_LEVELS, ServerSettings
@@ -30,13 +32,11 @@ _REFUSED_HERE = {
     "uds": "the server listens on --host and --port only",
 }
 _OFF_ANYWAY = {
-    "async_scheduling",
     "calculate_kv_scales",
     "enable_auto_tool_choice",
     "enable_expert_parallel",
     "enable_log_requests",
     "enable_lora",
-    "enable_prefix_caching",
     "enforce_eager",
     "trust_remote_code",
 }
@@ -68,7 +68,6 @@ _VLLM_SHORT = {
     "-pcp": "prefill_context_parallel_size",
     "-ep": "enable_expert_parallel",
     "-q": "quantization",
-    "-sc": "speculative_config",
 }
 
 
@@ -85,6 +84,7 @@ def parse(argv: Sequence[str], has_gpu: bool) -> Command:
     """Read a command line. Raises ConfigError for anything that cannot work; --help and --version exit."""
     parser = _parser()
     arguments = [dashed for argument in argv if (dashed := _with_dashes(argument)) not in _asks_for_nothing()]
+    arguments = _with_objects(arguments)
     _require_known(parser, arguments)
     given = vars(parser.parse_args(arguments))
     model = _model(given.pop("MODEL"), given.pop("model"))
@@ -154,7 +154,11 @@ def _add_engine_flag(group: argparse._ArgumentGroup, flag: Flag) -> None:
     options = [flag.option, *([flag.short] if flag.short else [])]
     kind = value_type(flag.name)
     if kind is bool:
-        group.add_argument(*options, action="store_true", default=None, help=flag.help)
+        on = field_of(flag.name).default
+        action = argparse.BooleanOptionalAction if on else "store_true"
+        group.add_argument(
+            *options, action=action, default=None, help=flag.help + (" (default: on)" if on else "")
+        )
         return
     default = field_of(flag.name).default
     shown = f" (default: {default})" if isinstance(default, (int, float, str)) else ""
@@ -186,11 +190,47 @@ def _asks_for_nothing() -> set[str]:
 
 
 def _with_dashes(argument: str) -> str:
-    """`--max_model_len=8` is `--max-model-len=8`, as in vLLM."""
+    """`--max_model_len=8` is `--max-model-len=8`, as in vLLM; keys of an object keep their underscores."""
     if not argument.startswith("--"):
         return argument
     name, equals, value = argument.partition("=")
-    return name.replace("_", "-") + equals + value
+    flag, dot, key = name.partition(".")
+    return flag.replace("_", "-") + dot + key + equals + value
+
+
+def _with_objects(arguments: Sequence[str]) -> list[str]:
+    """`--speculative-config.method mtp` and its like, which set one key of an object, as one argument of JSON each.
+
+    Values that are JSON are taken as such, others as text, as in vLLM. Raises ConfigError for a key without a value,
+    and for an object that is given both ways.
+    """
+    of_objects = [flag for flag in FLAGS if flag.name in JSON_FLAGS]
+    spelled = {name: flag for flag in of_objects for name in (flag.option, flag.short) if name}
+    objects: dict[str, dict[str, Any]] = {}
+    rest: list[str] = []
+    waiting = iter(arguments)
+    for argument in waiting:
+        name, equals, value = argument.partition("=")
+        start, dot, key = name.partition(".")
+        if not dot or start not in spelled:
+            rest.append(argument)
+            continue
+        found = value if equals else next(waiting, None)
+        if not key or found is None:
+            raise ConfigError(f"{name} needs a key and a value, as {start}.key value")
+        objects.setdefault(spelled[start].option, {})[key] = _json_or_text(found)
+    whole = {spelled[name].option for name in (word.partition("=")[0] for word in rest) if name in spelled}
+    for option in objects:
+        if option in whole:
+            raise ConfigError(f"{option} is given both as an object and key by key; use one way")
+    return [*rest, *(f"{option}={json.dumps(content)}" for option, content in objects.items())]
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return parse_json(text)
+    except ValueError:
+        return text
 
 
 def _require_known(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
@@ -216,6 +256,9 @@ def _explain(option: str, known: set[str]) -> str:
             return f"{option} is not supported: {_REFUSED_HERE[candidate]}"
         if candidate in REFUSED:
             return f"{option} is not supported: {REFUSED[candidate]}"
+    flag, _, key = option.partition(".")
+    if key and name in known:
+        return f"{flag} takes one value; it has no key {key!r}"
     if name in _SGLANG:
         return f"unknown flag {option}; it is {_SGLANG[name]} here"
     return explain_unknown(name, known)

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from glm_dcp_jax.engine.outputs import CompletionOutput, RequestOutput
-from glm_dcp_jax.engine.sampling_params import SamplingParams
+from glm_dcp_jax.engine.sampling_params import ParameterError, SamplingParams
 from glm_dcp_jax.serve.context import Context
 from glm_dcp_jax.serve.errors import ApiError, internal_error
 
@@ -78,7 +78,8 @@ async def _observed(context: Context, work: Work) -> AsyncGenerator[RequestOutpu
                 yield output
     except ValueError as error:
         reasons = []  # refused, so never begun
-        raise ApiError(str(error), param=work.blame) from error
+        blame = error.field if isinstance(error, ParameterError) else work.blame
+        raise ApiError(str(error), param=blame) from error
     except RuntimeError:
         reasons = ["error"] * work.params.n
         if context.engine.is_dead:

@@ -1,28 +1,50 @@
 """Logprobs in OpenAI's two shapes: parallel lists for completions, one object per token for chat."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from glm_dcp_jax.engine.outputs import Logprob
 from glm_dcp_jax.engine.tokenizer import Tokenizer
 
+PromptLogprobs = list[dict[int, Logprob] | None]
+"""Of each token, itself and the likeliest ones; None for the first, which nothing precedes."""
 _LEAST = -9999.0
 """Stands for minus infinity, which JSON cannot hold (vLLM's value)."""
 
 
 def completion_logprobs(
-    token_ids: list[int], logprobs: list[dict[int, Logprob]], alternatives: int, offset: int
+    token_ids: Sequence[int],
+    logprobs: Sequence[dict[int, Logprob] | None],
+    alternatives: int,
+    offset: int,
+    tokenizer: Tokenizer | None,
 ) -> dict[str, Any]:
-    """`choices[].logprobs` of /v1/completions. offset: characters of the tokens before these."""
+    """`choices[].logprobs` of /v1/completions, with nulls for the first token of an echoed prompt.
+
+    offset: characters of the tokens before these.
+    """
     tokens, values, tops, offsets = [], [], [], []
     for token_id, entries in zip(token_ids, logprobs, strict=True):
-        name = _name(token_id, entries[token_id])
+        name = _unscored(token_id, tokenizer) if entries is None else _name(token_id, entries[token_id])
         tokens.append(name)
-        values.append(_value(entries[token_id]))
-        shown = {**_likeliest(entries, alternatives), token_id: entries[token_id]}
-        tops.append({_name(id, entry): _value(entry) for id, entry in shown.items()})
+        values.append(None if entries is None else _value(entries[token_id]))
+        tops.append(None if entries is None else _top(entries, token_id, alternatives))
         offsets.append(offset)
         offset += len(name)
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+
+def prompt_logprobs_body(logprobs: PromptLogprobs) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: per prompt token, objects by token id; null for the first."""
+    return [
+        None
+        if entries is None
+        else {
+            str(id): {"logprob": _value(entry), "rank": entry.rank, "decoded_token": entry.decoded_token}
+            for id, entry in entries.items()
+        }
+        for entries in logprobs
+    ]
 
 
 def chat_logprobs(
@@ -48,6 +70,15 @@ def _likeliest(entries: dict[int, Logprob], count: int) -> dict[int, Logprob]:
     """The engine reports the sampled token too, which need not be among the likeliest."""
     ordered = sorted(entries.items(), key=lambda item: -item[1].logprob)
     return dict(ordered[:count])
+
+
+def _top(entries: dict[int, Logprob], token_id: int, alternatives: int) -> dict[str, float]:
+    shown = {**_likeliest(entries, alternatives), token_id: entries[token_id]}
+    return {_name(id, entry): _value(entry) for id, entry in shown.items()}
+
+
+def _unscored(token_id: int, tokenizer: Tokenizer | None) -> str:
+    return _name(token_id, Logprob(0, None, None if tokenizer is None else tokenizer.token_to_str(token_id)))
 
 
 def _name(token_id: int, logprob: Logprob) -> str:

@@ -1,8 +1,9 @@
 """The bodies of requests, as OpenAI and vLLM name their fields. Ranges are SamplingParams' to check."""
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, StrictInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, StrictFloat, StrictInt, model_validator
 from pydantic_core import PydanticCustomError
 
 from glm_dcp_jax.config import SamplingDefaults
@@ -12,7 +13,8 @@ from glm_dcp_jax.serve.unsupported import refuse_unsupported
 
 Prompt = str | list[int]
 """A prompt as text or as token ids."""
-_MOST_STOP_STRINGS = 1000
+_MOST_STRINGS = 1000
+"""Of `stop` and of `bad_words`: each is looked for at every token."""
 
 
 def _prompts(value: Any) -> list[Prompt]:
@@ -34,12 +36,15 @@ def _is_token(value: Any) -> bool:
 
 
 def _stop(value: Any) -> list[str]:
-    strings = [value] if isinstance(value, str) else value
-    if not isinstance(strings, list) or not all(isinstance(string, str) for string in strings):
-        raise ValueError("must be a string or a list of strings")
-    if len(strings) > _MOST_STOP_STRINGS:
-        raise ValueError(f"must be at most {_MOST_STOP_STRINGS} strings, but is {len(strings)}")
-    return strings
+    return _strings([value] if isinstance(value, str) else value, "a string or a list of strings")
+
+
+def _strings(value: Any, allowed: str = "a list of strings") -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(string, str) for string in value):
+        raise ValueError(f"must be {allowed}")
+    if len(value) > _MOST_STRINGS:
+        raise ValueError(f"must be at most {_MOST_STRINGS} strings, but is {len(value)}")
+    return value
 
 
 def _text(value: Any) -> str:
@@ -69,7 +74,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _given(cls, fields: Any) -> Any:
-        refuse_unsupported(fields)
+        refuse_unsupported(fields, cls.model_fields)
         return {k: v for k, v in fields.items() if v is not None} if isinstance(fields, dict) else fields
 
 
@@ -85,16 +90,43 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
+_SAMPLING = (
+    "n",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "min_tokens",
+    "stop_token_ids",
+    "bad_words",
+    "logit_bias",
+    "allowed_token_ids",
+)
+"""Fields that go to SamplingParams as they are."""
+
+
 class GenerationRequest(Request):
     """What completions and chat have in common. None stands for SamplingParams' default."""
 
     n: StrictInt | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    presence_penalty: StrictFloat | None = None
+    frequency_penalty: StrictFloat | None = None
+    repetition_penalty: StrictFloat | None = None
+    temperature: StrictFloat | None = None
+    top_p: StrictFloat | None = None
     top_k: StrictInt | None = None
-    min_p: float | None = None
+    min_p: StrictFloat | None = None
     seed: StrictInt | None = None
     max_tokens: StrictInt | None = None
+    min_tokens: StrictInt | None = None
+    logit_bias: dict[str, StrictFloat] | None = None
+    bad_words: Annotated[list[str] | None, PlainValidator(_strings, json_schema_input_type=list[str])] = None
+    allowed_token_ids: list[StrictInt] | None = None
+    prompt_logprobs: StrictInt | None = None
     stop: Annotated[list[str], PlainValidator(_stop, json_schema_input_type=str | list[str])] = []
     stop_token_ids: list[StrictInt] | None = None
     ignore_eos: bool = False
@@ -110,26 +142,41 @@ class GenerationRequest(Request):
             raise _refuse("stream_options", "can only be given when stream is true")
         return self
 
+    @model_validator(mode="after")
+    def _prompt_logprobs_come_whole(self) -> "GenerationRequest":
+        if self.prompt_logprobs is not None and self.stream:
+            raise _refuse("prompt_logprobs", "are not available when stream is true")
+        return self
+
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a usage chunk."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def needs_prompt_logprobs(self) -> int | None:
+        """The alternatives that the engine must report for each prompt token; None for no report."""
+        return self.prompt_logprobs
+
+    def require_tokenizer(self, tokenizer_for: Callable[[str, str], Any]) -> None:
+        """Call `tokenizer_for(what, param)`, which raises if there is none, for each text that the output meets."""
+        if self.stop:
+            tokenizer_for("a stop string", "stop")
+        if self.bad_words:
+            tokenizer_for("a bad word", "bad_words")
 
     def sampling_params(
         self, defaults: SamplingDefaults, max_tokens: int, logprobs: int | None, detokenize: bool
     ) -> SamplingParams:
         """defaults: for fields left open. Raises ApiError 400 for a value out of range."""
         sampling: dict[str, Any] = {name: value for name, value in defaults.items() if name != "max_tokens"}
-        sampling |= {
-            name: getattr(self, name)
-            for name in ("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop_token_ids")
-            if getattr(self, name) is not None
-        }
+        sampling |= {name: getattr(self, name) for name in _SAMPLING if getattr(self, name) is not None}
         try:
             return SamplingParams(
                 **sampling,
                 max_tokens=max_tokens,
                 logprobs=logprobs,
+                prompt_logprobs=self.needs_prompt_logprobs,
                 stop=self.stop,
                 ignore_eos=self.ignore_eos,
                 include_stop_str_in_output=self.include_stop_str_in_output,
@@ -141,14 +188,29 @@ class GenerationRequest(Request):
 
 
 class CompletionRequest(GenerationRequest):
-    """POST /v1/completions. logprobs: alternatives to report per token."""
+    """POST /v1/completions. logprobs: alternatives to report per token. echo: the prompt before each output.
+
+    An echoed prompt has logprobs if the output has. With echo max_tokens may be 0: then only the prompt comes back.
+    """
 
     prompt: Annotated[
         list[Prompt],
         PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
     ]
     logprobs: StrictInt | None = None
+    echo: bool = False
     add_special_tokens: bool = True
+
+    @property
+    def needs_prompt_logprobs(self) -> int | None:
+        """As many as of the output's tokens, where the prompt is echoed with logprobs."""
+        echoed = self.logprobs if self.echo else None
+        return echoed if self.prompt_logprobs is None else self.prompt_logprobs
+
+    @property
+    def prompt_only(self) -> bool:
+        """Whether nothing but the prompt comes back."""
+        return self.echo and self.max_tokens == 0
 
 
 class Message(Body):

@@ -1,6 +1,6 @@
 """Request fields of OpenAI's and vLLM's APIs that this engine does not have: refused by name, never ignored."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from pydantic_core import PydanticCustomError
@@ -8,16 +8,13 @@ from pydantic_core import PydanticCustomError
 _NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
 
 _HARMLESS: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": _NOTHING,
     "audio": _NOTHING,
-    "bad_words": _NOTHING,
     "best_of": (None, 1),
     "chat_template": _NOTHING,
     "continue_final_message": _NOTHING,
     "continuous_usage_stats": _NOTHING,
     "documents": _NOTHING,
     "echo": _NOTHING,
-    "frequency_penalty": _NOTHING,
     "function_call": (None, "none", "auto"),
     "functions": _NOTHING,
     "guided_choice": _NOTHING,
@@ -27,17 +24,12 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "guided_regex": _NOTHING,
     "kv_transfer_params": _NOTHING,
     "length_penalty": (None, 1),
-    "logit_bias": _NOTHING,
     "logits_processors": _NOTHING,
-    "min_tokens": _NOTHING,
     "mm_processor_kwargs": _NOTHING,
     "modalities": (None, [], ["text"]),
     "prediction": _NOTHING,
-    "presence_penalty": _NOTHING,
     "priority": _NOTHING,
     "prompt_embeds": _NOTHING,
-    "prompt_logprobs": (None,),
-    "repetition_penalty": (None, 1),
     "response_format": (None, {"type": "text"}),
     "return_tokens_as_token_ids": _NOTHING,
     "structural_tag": _NOTHING,
@@ -56,10 +48,13 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
 """Each field with the values that ask for nothing, which clients do send."""
 
 
-def refuse_unsupported(fields: Any) -> None:
-    """Raise PydanticCustomError, with the field as `param`, if an object asks for something without support."""
+def refuse_unsupported(fields: Any, supported: Collection[str]) -> None:
+    """Raise PydanticCustomError, with the field as `param`, if an object asks for something without support.
+
+    supported: fields that this object has, though others of the API do not.
+    """
     if isinstance(fields, Mapping):
-        for name in fields.keys() & _HARMLESS.keys():
+        for name in (fields.keys() & _HARMLESS.keys()).difference(supported):
             if fields[name] not in _HARMLESS[name]:
                 raise PydanticCustomError(
                     "unsupported", "is not supported by this server; leave it out", {"param": name}

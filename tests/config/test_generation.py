@@ -65,7 +65,13 @@ def test_the_ends_of_the_ranges_are_allowed(tmp_path):
         assert [*found.values()] == [*ends.values()] and type(found["temperature"]) is float
 
 
-def test_a_repetition_penalty_is_left_out_loudly(tmp_path, caplog):
+def test_a_repetition_penalty_is_taken(tmp_path):
     write(tmp_path, json.dumps({"repetition_penalty": 1.1, "top_p": 0.9}))
-    assert sampling_defaults(tmp_path, "auto") == {"top_p": 0.9}
-    assert "repetition_penalty" in caplog.text
+    assert sampling_defaults(tmp_path, "auto") == {"repetition_penalty": 1.1, "top_p": 0.9}
+
+
+@pytest.mark.parametrize("value", [0, -1, "high", True])
+def test_a_repetition_penalty_that_cannot_be_is_refused(tmp_path, value):
+    write(tmp_path, json.dumps({"repetition_penalty": value}))
+    with pytest.raises(ConfigError, match="repetition_penalty must be a number above 0"):
+        sampling_defaults(tmp_path, "auto")

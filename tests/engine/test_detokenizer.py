@@ -144,6 +144,22 @@ def test_nothing_is_taken_after_a_stop_string(tokenizer):
     assert (detokenizer.text, detokenizer.token_count) == ("a", 2)
 
 
+@pytest.mark.parametrize(
+    ("min_tokens", "kept"), [(0, "a"), (1, "a"), (2, "axb"), (3, "axb"), (4, "axbxc"), (9, "axbxc")]
+)
+def test_stop_strings_within_min_tokens_end_nothing(tokenizer, min_tokens, kept):
+    """Five tokens, of which the second and the fourth are the stop string."""
+    detokenizer = Detokenizer(tokenizer, SamplingParams(stop="x", min_tokens=min_tokens, max_tokens=20))
+    detokenizer.push([tokenizer.encode(letter)[0] for letter in "axbxc"])
+    assert detokenizer.finish() == kept
+
+
+def test_a_stop_string_may_overlap_one_that_ended_nothing(tokenizer):
+    detokenizer = Detokenizer(tokenizer, SamplingParams(stop="aba", min_tokens=3, max_tokens=20))
+    detokenizer.push([tokenizer.encode(letter)[0] for letter in "ababa"])
+    assert (detokenizer.text, detokenizer.token_count) == ("ab", 5)
+
+
 def test_a_very_long_stop_string_costs_no_more_per_token(tokenizer):
     ids = tokenizer.encode("a" * 2000)
     detokenizer = Detokenizer(tokenizer, SamplingParams(stop="a" * 200_000 + "b"))

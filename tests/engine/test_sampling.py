@@ -2,39 +2,20 @@
 
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import stats
+from drawing import DRAWS, PROBABILITIES, assert_drawn_from, draw, kept, softmax
+from jax.sharding import NamedSharding, PartitionSpec
 
-from glm_dcp_jax.engine.sampling import Sampled, row_params, sample
+from glm_dcp_jax.engine.compiles import CompileCounter
+from glm_dcp_jax.engine.logit_rules import LogitRules, adjustment_sizes, adjustments
+from glm_dcp_jax.engine.sampling import row_params, sample, score, warm_up
 from glm_dcp_jax.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 
 GREEDY = SamplingParams(temperature=0)
 VOCABULARY = 50
-ROWS = 512
-DRAWS = 20_000
-SIGNIFICANCE = 1e-6  # draws are the same on every run; this only bounds how unlucky their fixed seeds may be
-
-
-def draw(
-    logits: np.ndarray,
-    params: SamplingParams | Sequence[SamplingParams],
-    seeds: Sequence[int] | None = None,
-    steps: Sequence[int] | None = None,
-    random: bool = True,
-    logprobs: bool = False,
-    rows: int = ROWS,
-) -> Sampled:
-    """Sample logits [M, V], row i with seed i and step 0 unless given. Padded to `rows`: few programs serve all."""
-    count = len(logits)
-    each = [params] * count if isinstance(params, SamplingParams) else params
-    wanted = list(zip(each, seeds or range(count), steps or [0] * count, strict=True))
-    rows = max(rows, count)
-    padded = np.zeros((rows, logits.shape[1]), np.float32)
-    padded[:count] = logits
-    sampled = sample(jnp.asarray(padded), row_params(wanted, rows), random, logprobs)
-    return Sampled(*(None if part is None else np.asarray(part)[:count] for part in sampled))
 
 
 def many(logits: Sequence[float], params: SamplingParams) -> np.ndarray:
@@ -42,24 +23,6 @@ def many(logits: Sequence[float], params: SamplingParams) -> np.ndarray:
     row = np.full(8, -np.inf)
     row[: len(logits)] = logits
     return draw(np.tile(row, (DRAWS, 1)), params).token
-
-
-def softmax(logits: Sequence[float], temperature: float = 1.0) -> np.ndarray:
-    scaled = np.asarray(logits, np.float64) / temperature
-    exponentials = np.exp(scaled - scaled.max())
-    return exponentials / exponentials.sum()
-
-
-def assert_drawn_from(tokens: np.ndarray, probabilities: np.ndarray) -> None:
-    """A chi-square test; tokens of probability 0 must not occur at all."""
-    counts = np.bincount(tokens, minlength=len(probabilities))
-    possible = probabilities > 0
-    assert len(counts) == len(possible) and not counts[~possible].any(), "tokens that the filter excludes"
-    if possible.sum() == 1:
-        return
-    expected = probabilities[possible] * len(tokens)
-    assert expected.min() > 5, "too few draws for the test"
-    assert stats.chisquare(counts[possible], expected).pvalue > SIGNIFICANCE
 
 
 class TestGreedy:
@@ -117,23 +80,6 @@ class TestDistribution:
         assert_drawn_from(pairs, np.outer(softmax(self.LOGITS), softmax(self.LOGITS)).reshape(-1))
 
 
-# Descending and shuffled, so that sorting matters: 0.4, 0.2, 0.15, 0.1, 0.1, 0.05.
-PROBABILITIES = np.array([0.1, 0.4, 0.05, 0.2, 0.1, 0.15])
-
-
-def kept(temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> np.ndarray:
-    """vLLM's rules on PROBABILITIES, step by step; each sees what the one before it left, made to sum to 1 again."""
-    left = softmax(np.log(PROBABILITIES), temperature)
-    left = np.where(left >= min_p * left.max(), left, 0)
-    order = np.argsort(-left, kind="stable")
-    if top_k > 0:
-        left[order[top_k:]] = 0
-    left /= left.sum()
-    before = np.cumsum(left[order]) - left[order]
-    left[order[before >= top_p]] = 0
-    return left / left.sum()
-
-
 class TestFilters:
     @pytest.mark.parametrize(
         "filters",
@@ -151,6 +97,7 @@ class TestFilters:
             {"min_p": 0.45},
             {"top_k": 4, "min_p": 0.45},
             {"temperature": 2.0, "top_p": 0.5},
+            {"temperature": 0.7, "top_p": 0.9},
             {"temperature": 2.0, "min_p": 0.55},
         ],
         ids=str,
@@ -170,6 +117,42 @@ class TestFilters:
         assert (kept(**filters) != kept(**unlike)).any()
         tokens = many(np.log(PROBABILITIES), SamplingParams(**filters))
         assert_drawn_from(tokens, kept(**filters))
+
+    @pytest.mark.parametrize("vocabulary", [VOCABULARY, 5000])
+    @pytest.mark.parametrize("ties", [False, True])
+    def test_the_kept_set_is_the_one_that_sorting_gives(self, vocabulary, ties):
+        """What numpy's sort leaves, and nothing else, can be drawn: with the rest gone, filters change no token."""
+        random = np.random.default_rng(8)
+        logits = random.normal(size=(64, vocabulary)) * 2
+        logits = np.round(logits) if ties else logits
+        logits[3] = 0.0
+        logits[3, ::2] = -0.0  # equal to 0.0
+        choices = [(0, 0.931), (17, 1.0), (9, 0.71), (0, 0.537), (vocabulary, 0.0113), (1, 1.0)]
+        filters = [
+            {"temperature": 0.7, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+            for top_k, top_p in choices
+            for min_p in (0.0, 0.0123)
+        ]
+        each = [filters[row % len(filters)] for row in range(64)]
+        shares = [
+            kept(**wanted, probabilities=softmax(row)) for row, wanted in zip(logits, each, strict=True)
+        ]
+        left = np.where(np.array(shares) > 0, logits, -np.inf)
+        params = [SamplingParams(**wanted) for wanted in each]
+        for seed in range(8):
+            seeds = range(64 * seed, 64 * seed + 64)
+            tokens = draw(logits, params, seeds, rows=64).token
+            expected = draw(left, SamplingParams(temperature=0.7), seeds, filtered=False, rows=64).token
+            np.testing.assert_array_equal(tokens, expected)
+
+    def test_rows_without_filters_draw_the_same_where_no_row_has_any(self):
+        logits = np.round(np.random.default_rng(9).normal(size=(400, VOCABULARY)), 1)
+        logits[:50, 3] = -np.inf
+        logits[50:100] *= 200
+        with_others = [SamplingParams(temperature=1.3), SamplingParams(top_k=2, top_p=0.3)] * 200
+        together = draw(logits, with_others).token
+        alone = draw(logits, SamplingParams(temperature=1.3), filtered=False).token
+        np.testing.assert_array_equal(together[::2], alone[::2])
 
     def test_each_row_has_filters_of_its_own(self):
         logits = np.full((300, VOCABULARY), -np.inf)
@@ -209,6 +192,13 @@ class TestReproducibility:
         pick = lambda values: [values[row] for row in order]  # noqa: E731
         moved = draw(self.LOGITS[order], pick(params), pick(seeds), pick(steps)).token
         np.testing.assert_array_equal(moved, together[order])
+
+    def test_steps_may_come_from_the_device(self):
+        params = row_params([(SamplingParams(), seed, 0) for seed in range(8)], 8)
+        logits = jnp.asarray(self.LOGITS, jnp.float32)
+        there = sample(logits, params._replace(step=jnp.arange(8, dtype=jnp.int32) + 3), True, False)
+        expected = draw(self.LOGITS, SamplingParams(), steps=range(3, 11)).token
+        np.testing.assert_array_equal(there.token, expected)
 
     def test_padded_rows_are_greedy(self):
         params = row_params([(SamplingParams(temperature=0.5, top_k=-1, top_p=0.9, min_p=0.1), -1, 4)], 3)
@@ -275,3 +265,32 @@ class TestLogprobs:
         logits = np.random.default_rng(7).normal(size=(50, VOCABULARY))
         plain = draw(logits, SamplingParams()).token
         np.testing.assert_array_equal(plain, draw(logits, SamplingParams(), logprobs=True).token)
+
+    def test_any_token_can_be_scored_as_the_sampled_one_is(self):
+        logits = np.random.default_rng(10).normal(size=(30, VOCABULARY)).astype(np.float32)
+        tokens = np.arange(30, dtype=np.int32)
+        scores = score(jnp.asarray(logits), tokens)
+        distribution = np.log(np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True))
+        np.testing.assert_allclose(scores.logprob, distribution[tokens, tokens], atol=1e-5)
+        ranks = 1 + (logits > logits[tokens, tokens][:, None]).sum(axis=1)
+        np.testing.assert_array_equal(scores.rank, ranks)
+        np.testing.assert_array_equal(scores.top_tokens, np.argsort(-logits, axis=1)[:, :MAX_LOGPROBS])
+
+
+@pytest.mark.parametrize("count", [1, 4], ids=["one device", "a mesh of 4"])
+def test_after_warm_up_nothing_is_compiled(devices, count):
+    rows, vocabulary = 3, 300
+    everywhere = NamedSharding(jax.make_mesh((count,), ("dcp",), devices=devices(count)), PartitionSpec())
+    logits = jax.device_put(np.zeros((rows, vocabulary), np.float32), everywhere)
+    warm_up(logits, row_params([], rows))
+    counter = CompileCounter()
+    for size in (0, *adjustment_sizes(vocabulary)):
+        rules = LogitRules(SamplingParams(repetition_penalty=2), range(size), [])
+        made = adjustments([(rules, ())], rows, vocabulary) if size else None
+        for flags in np.ndindex(2, 2, 2):
+            random, logprobs, filtered = map(bool, flags)
+            sample(
+                logits, row_params([(SamplingParams(top_k=1), 1, 1)], rows), random, logprobs, filtered, made
+            )
+    score(logits, np.arange(rows, dtype=np.int32))
+    assert counter.total == 0

@@ -12,7 +12,7 @@ from glm_dcp_jax.config import EngineConfig
 from glm_dcp_jax.engine.detokenizer import Detokenizer
 from glm_dcp_jax.engine.exchange_stats import ExchangeTotals
 from glm_dcp_jax.engine.outputs import CompletionOutput, Logprob, RequestOutput
-from glm_dcp_jax.engine.sampling_params import SamplingParams
+from glm_dcp_jax.engine.sampling_params import SamplingParams, check_vocabulary
 from glm_dcp_jax.engine.tokenizer import Tokenizer
 
 MAX_MODEL_LEN = 64
@@ -71,6 +71,7 @@ class FakeEngine:
     ) -> AsyncIterator[RequestOutput]:
         if max(prompt_token_ids) >= VOCABULARY:
             raise ValueError(f"token id {max(prompt_token_ids)} is not in the vocabulary of {VOCABULARY}")
+        check_vocabulary(params, VOCABULARY)
         self.params.append(params)
         self.running.add(request_id)
         self.prompt_tokens += len(prompt_token_ids)
@@ -87,11 +88,19 @@ class FakeEngine:
                 self.generation_tokens += sum(choice.advance(self.burst) for choice in choices)
                 finished = all(choice.reason for choice in choices)
                 outputs = [choice.output() for choice in choices]
-                yield RequestOutput(request_id, None, prompt_token_ids, outputs, finished)
+                scores = self._prompt_logprobs(prompt_token_ids, params)
+                yield RequestOutput(request_id, None, prompt_token_ids, outputs, finished, scores)
         finally:
             self.running.discard(request_id)
             if not finished:
                 self.aborted.append(request_id)
+
+    def _prompt_logprobs(
+        self, prompt: list[int], params: SamplingParams
+    ) -> list[dict[int, Logprob] | None] | None:
+        if params.prompt_logprobs is None:
+            return None
+        return [None, *(scored(token, params.prompt_logprobs, self.tokenizer) for token in prompt[1:])]
 
     def stats(self) -> FakeStats:
         return FakeStats(
@@ -135,18 +144,20 @@ class _Echo:
     def output(self) -> CompletionOutput:
         logprobs = None
         if self.params.logprobs is not None:
-            logprobs = [self.step(token) for token in self.ids]
+            logprobs = [scored(token, self.params.logprobs, self.tokenizer) for token in self.ids]
         text = self.detokenizer.text if self.detokenizer else ""
         return CompletionOutput(
             self.index, text, list(self.ids), None, logprobs, self.reason, self.stop_reason
         )
 
-    def step(self, token: int) -> dict[int, Logprob]:
-        """The sampled token is never among the likeliest, which are ids 100, 101, ..., the first certain."""
-        entries = {token: Logprob(float("-inf"), VOCABULARY, self.name(token))}
-        for rank in range(self.params.logprobs):
-            entries[100 + rank] = Logprob(-float(rank), rank + 1, self.name(100 + rank))
-        return entries
 
-    def name(self, token: int) -> str | None:
-        return self.tokenizer.token_to_str(token) if self.tokenizer else None
+def scored(token: int, alternatives: int, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
+    """The token itself is never among the likeliest, which are ids 100, 101, ..., the first certain."""
+
+    def name(token: int) -> str | None:
+        return tokenizer.token_to_str(token) if tokenizer else None
+
+    entries = {token: Logprob(float("-inf"), VOCABULARY, name(token))}
+    for rank in range(alternatives):
+        entries[100 + rank] = Logprob(-float(rank), rank + 1, name(100 + rank))
+    return entries

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from glm_dcp_jax.config import FLAGS, REFUSED, ConfigError
+from glm_dcp_jax.config import FLAGS, REFUSED, ConfigError, SpeculativeConfig
 from glm_dcp_jax.serve import __main__ as entry
 from glm_dcp_jax.serve import flags, run
 
@@ -140,7 +140,6 @@ def test_vllm_flags_we_do_not_have_are_refused_by_name(name):
         ("m --no-enable-chunked-prefill", "prefill is always chunked"),
         ("m --tp 4", "unknown flag --tp; it is -tp here"),
         ("m --context-length 4096", "it is --max-model-len here"),
-        ("m --speculative-config.method mtp", "speculative decoding is not available"),
         ("m --tool-call-parser glm47", "tool calls are not parsed yet"),
         ("m --uds /run/x", "--host and --port"),
     ],
@@ -172,8 +171,53 @@ def test_other_lengths_are_refused(text):
         parse("m", f"--max-model-len={text}")
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["m", "--speculative-config", '{"method": "mtp", "num_speculative_tokens": 3}'],
+        "m --speculative-config.method mtp --speculative-config.num_speculative_tokens 3".split(),
+        "--speculative_config.num_speculative_tokens=3 m --speculative-config.method=mtp".split(),
+        "-sc.num_speculative_tokens 3 m".split(),
+    ],
+)
+def test_objects_are_json_or_given_key_by_key(argv):
+    command = parse(*argv)
+    assert command.config.model == "m"
+    assert command.config.speculative == SpeculativeConfig(3, "mtp")
+
+
+def test_any_object_can_be_given_key_by_key():
+    config = parse("m", "--hf-overrides.num_hidden_layers", "2", "--hf-overrides.dtype=bfloat16").config
+    assert config.hf_overrides == (("num_hidden_layers", 2), ("dtype", "bfloat16"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ("m --speculative-config.method", "--speculative-config.method needs a key and a value"),
+        ("m --speculative-config. 3", "--speculative-config. needs a key and a value"),
+        ("m -sc {} -sc.method mtp", "--speculative-config is given both as an object and key by key"),
+        ("m --speculative-config.model draft", "speculative_config has no key 'model'"),
+        ("m --speculative-config mtp", "speculative_config is not valid JSON"),
+        ("m --block-size.x 3", "--block-size takes one value; it has no key 'x'"),
+    ],
+)
+def test_objects_that_cannot_be_read(argv, says):
+    with pytest.raises(ConfigError, match=says):
+        parse(*argv.split())
+
+
 def test_switching_off_what_is_not_there_changes_nothing():
-    assert parse("m", "--no-enable-prefix-caching", "--no_enforce_eager") == parse("m")
+    assert parse("m", "--no-enable-lora", "--no_enforce_eager") == parse("m")
+
+
+@pytest.mark.parametrize("name", ["enable-prefix-caching", "async-scheduling"])
+def test_what_is_on_can_be_switched_off(name):
+    def on(*arguments: str) -> bool:
+        config = parse("m", *arguments).config
+        return config.cache.enable_prefix_caching if "prefix" in name else config.scheduler.async_scheduling
+
+    assert on() and on(f"--{name}") and not on(f"--no-{name}")
 
 
 def test_help_lists_every_flag(capsys):

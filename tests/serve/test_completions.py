@@ -161,12 +161,16 @@ async def test_tokens_whose_text_is_held_back_are_still_streamed_when_asked_for(
 
 
 async def test_sampling_reaches_the_engine_and_null_is_the_default(post, engine):
-    sampling = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 3}
+    sampling = {
+        **{"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 3},
+        **{"presence_penalty": 0.5, "frequency_penalty": -2, "repetition_penalty": 1.5, "min_tokens": 2},
+    }
     await post(PATH, prompt="a", **sampling, skip_special_tokens=False)
     await post(PATH, prompt="a", **dict.fromkeys(sampling), stream=None, stop=None, n=None)
     first, second = engine.params
     assert {name: getattr(first, name) for name in sampling} == sampling and not first.skip_special_tokens
     assert (second.temperature, second.top_p, second.top_k, second.seed) == (1.0, 1.0, 0, None)
+    assert not second.changes_logits and second.prompt_logprobs is None
 
 
 async def test_without_a_tokenizer_token_ids_still_work(client_of):
@@ -175,7 +179,9 @@ async def test_without_a_tokenizer_token_ids_still_work(client_of):
     choice = (await client.post(PATH, json=body)).json()["choices"][0]
     assert (choice["text"], choice["token_ids"]) == ("", [7, 8, 7])
     assert choice["logprobs"]["tokens"] == ["token_id:7", "token_id:8", "token_id:7"]
-    for wrong, param in ({"prompt": "text"}, "prompt"), ({"prompt": [7], "stop": "x"}, "stop"):
+    needing = {"prompt": {"prompt": "text"}, "stop": {"stop": "x"}, "bad_words": {"bad_words": ["x"]}}
+    for param, wrong in needing.items():
+        wrong = {"prompt": [7], **wrong}
         refused = await client.post(PATH, json=wrong)
         assert refused.status_code == 400 and refused.json()["error"]["param"] == param
         assert "loaded without" in refused.json()["error"]["message"]

@@ -68,6 +68,7 @@ async def test_a_body_of_another_type_says_which_is_wanted(client):
     [
         ({"temperature": -1}, "temperature"),
         ({"temperature": "hot"}, "temperature"),
+        ({"temperature": True}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": float("inf")}, "temperature"),
         ({"top_p": 0}, "top_p"),
@@ -87,6 +88,28 @@ async def test_a_body_of_another_type_says_which_is_wanted(client):
         ({"stop_token_ids": "abc"}, "stop_token_ids"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"stop_token_ids": ["a"]}, "stop_token_ids.0"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"frequency_penalty": -3}, "frequency_penalty"),
+        ({"frequency_penalty": True}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"five": 1}}, "logit_bias"),
+        ({"logit_bias": {"129280": 1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+        ({"logit_bias": {"5": "much"}}, "logit_bias.5"),
+        ({"logit_bias": [5]}, "logit_bias"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        ({"bad_words": "word"}, "bad_words"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"bad_words": ["x"] * 1001}, "bad_words"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [129280]}, "allowed_token_ids"),
+        ({"allowed_token_ids": ["a"]}, "allowed_token_ids.0"),
+        ({"stop_token_ids": [129280]}, "stop_token_ids"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"echo": "perhaps"}, "echo"),
         ({"stream": "perhaps"}, "stream"),
         ({"stream_options": 1}, "stream_options"),
         ({"logprobs": 21}, "logprobs"),
@@ -133,21 +156,12 @@ async def test_a_lone_surrogate_is_a_bad_request(client):
         {"tools": [{"type": "function"}]},
         {"tool_choice": "required"},
         {"response_format": {"type": "json_object"}},
-        {"logit_bias": {"5": 1}},
-        {"presence_penalty": 0.5},
-        {"frequency_penalty": -1},
-        {"repetition_penalty": 1.1},
-        {"echo": True},
         {"best_of": 3},
-        {"prompt_logprobs": 0},
         {"guided_json": {}},
         {"guided_regex": "a+"},
         {"structured_outputs": {"regex": "a"}},
         {"suffix": "end"},
-        {"min_tokens": 4},
         {"use_beam_search": True},
-        {"bad_words": ["a"]},
-        {"allowed_token_ids": [1]},
         {"kv_transfer_params": {"do_remote_decode": True}},
         {"priority": 1},
     ],
@@ -163,17 +177,18 @@ async def test_what_is_not_supported_is_refused_by_name(client, path, fields):
     assert answer.json()["error"]["message"].startswith(f"{name}: is not supported")
 
 
+async def test_chat_has_no_echo(post):
+    answer = await post(CHAT, messages=[{"role": "user", "content": "a"}], echo=True)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("echo: is not supported")
+
+
 async def test_asking_for_nothing_is_allowed_and_unknown_fields_are_ignored(post):
     nothing = {
         "tools": [],
         "tool_choice": "none",
         "response_format": {"type": "text"},
-        "logit_bias": {},
-        "presence_penalty": 0.0,
-        "repetition_penalty": 1,
-        "echo": False,
         "best_of": 1,
-        "min_tokens": 0,
         "suffix": None,
         "user": "me",
         "no_such_field": {"a": 1},
