@@ -7,11 +7,15 @@
 Weights and cache are random. On NVIDIA GPUs the model has GLM-5.2's layer sizes (2 lone Full layers and 3 groups of
 four, 32 experts), bfloat16 and NVFP4 records. Without GPUs it is an eighth of that: 14 small layers in float32 that
 select 256 positions, on virtual devices, and contexts are an eighth as long (1k to 32k). Everything of a step runs but
-sampling. Paths take turns, and a figure is the median over turns. Rows of a request are 1 + mtp.
+sampling. Paths take turns, and a figure is the median over turns. Rows of a request are 1 + mtp, of one and the same
+token, and what the cache holds lacks its roped part: else what random weights select for neighbouring tokens would have
+little in common, and every exchange overflow.
 
 Printed as a table: tokens/s of all requests together at one token a request and step (drafts that are accepted would
 multiply all columns alike), the gain of `bulk` over `records` (per layer), and of the exchanges of one step: bytes that
-each device receives, and collectives that block, both as the policy counts them. With --output also as JSON and PNG.
+each device receives, and collectives that block, both as the policy counts them; the share of what rows selected that
+is left when each record is counted once per request; and groups whose fast exchange overflowed. With --output also as
+JSON and PNG.
 """
 
 import argparse
@@ -105,18 +109,19 @@ class Bench:
         self.pools = _random_pools(one, one.layout.pages_for(pages_tokens) + 1)
 
     def measure(self, requests: int, rows: int, context: int, repeats: int) -> dict[str, dict[str, float]]:
-        """For each path: seconds of a step, bytes received, collectives that block, and share of steps' groups that
-        overflowed."""
+        """For each path: seconds of a step, bytes received, collectives that block, and of the last step the share of
+        selected entries that is unique, and the groups that overflowed."""
         import numpy as np
 
-        from glm_dcp_jax.engine.steps import StepShape, leaves_of
+        from glm_dcp_jax.engine.steps import BlockShape, StepShape, leaves_of
         from glm_dcp_jax.parallel.batch import Block
 
         pages = self.layout.pages_for(context)
-        shape = StepShape("decode", requests, rows, pages, requests * rows)
+        block_shape = BlockShape("decode", requests, rows, pages)
+        shape = StepShape((block_shape,), requests * rows)
         rng = np.random.default_rng(0)
         block = Block(
-            rng.integers(self.vocab_size, size=(requests, rows)).astype(np.int32),
+            np.repeat(rng.integers(self.vocab_size, size=(requests, 1)), rows, axis=1).astype(np.int32),
             np.broadcast_to(np.arange(context - rows, context, dtype=np.int32), (requests, rows)),
             1 + np.arange(requests * pages, dtype=np.int32).reshape(requests, pages),
         )
@@ -126,25 +131,26 @@ class Bench:
             for path, blueprint in self.blueprints.items()
         }
         times: dict[str, list[float]] = {path: [] for path in PATHS}
-        overflows = dict.fromkeys(PATHS, 0)
+        moved = {}
         for turn in range(repeats + 1):
             for path in PATHS:
                 began = time.perf_counter()
                 for _ in range(STEPS_A_TURN):
-                    out = steps[path](leaves, self.pools, block, logit_rows)
+                    out = steps[path](leaves, self.pools, (block,), logit_rows)
                     self.pools = out.pools
                     out.logits.block_until_ready()
                 if turn:  # the first one warms up
                     times[path].append((time.perf_counter() - began) / STEPS_A_TURN)
-                overflows[path] = int(out.moved.overflows)
+                moved[path] = out.moved
         found = {}
         for path, blueprint in self.blueprints.items():
-            estimate = blueprint.decode_estimate(shape)
+            estimate = blueprint.decode_estimate(block_shape)
             found[path] = {
                 "seconds": statistics.median(times[path]),
                 "received": estimate.received,
                 "blocking": estimate.blocking,
-                "overflowing_groups": overflows[path],
+                "unique": float(moved[path].records / np.maximum(moved[path].entries, 1)),
+                "overflowing_groups": int(moved[path].overflows),
             }
         return found
 
@@ -170,7 +176,10 @@ def _random_parameter(variable: Any) -> Any:
 
 
 def _random_pools(blueprint: Any, pages: int) -> Any:
-    """As if random tokens had been computed: the same few thousand records and index keys all over the pools."""
+    """As if random tokens had been computed: the same few thousand records and index keys all over the pools.
+
+    What is roped in them is 0, so that rows of a request, at their different positions, select much the same.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -178,14 +187,15 @@ def _random_pools(blueprint: Any, pages: int) -> Any:
     from glm_dcp_jax.kernels.index_keys import write_index_keys
 
     record, shapes = blueprint.record, blueprint.pools(pages)
-    few = 4096
+    few = 4093  # a prime: copies of a record lie on different ranks
 
     def fill() -> Any:
         latent, rope, key = (
             jax.random.normal(jax.random.key(number), (few, width))
             for number, width in enumerate((record.latent_width, record.rope_width, record.index.width))
         )
-        encoded = record.encode(latent, rope)
+        encoded = record.encode(latent, jnp.zeros_like(rope))
+        key = key.at[:, : record.rope_width].set(0)
         filled = []
         for shape in shapes:
             slots = shape.ckv.shape[1]
@@ -207,8 +217,8 @@ def table(results: list[dict[str, Any]]) -> str:
     """The seed table's columns, then those of the third path and of the exchanges."""
     lines = [
         "| dcp | MTP | context | conc. | per-layer | bulk | delta | queries | bytes received, per-layer/bulk | queries "
-        "| blocking, per-layer/bulk/queries |",
-        "|" + "---:|" * 11,
+        "| blocking, per-layer/bulk/queries | unique | overflows |",
+        "|" + "---:|" * 13,
     ]
     for result in results:
         paths, requests = result["paths"], result["concurrency"]
@@ -218,7 +228,8 @@ def table(results: list[dict[str, Any]]) -> str:
         lines.append(
             f"| {result['dcp']} | {result['mtp']} | {result['context']:,} | {requests} | {rate['records']:.2f} | "
             f"{rate['bulk']:.2f} | {delta:+.2f}% | {rate['queries']:.2f} | {paths['bulk']['received']:,} | "
-            f"{paths['queries']['received']:,} | {blocking} |"
+            f"{paths['queries']['received']:,} | {blocking} | {paths['bulk']['unique']:.0%} | "
+            f"{paths['bulk']['overflowing_groups']} |"
         )
     return "\n".join(lines)
 

@@ -12,7 +12,7 @@ from glm_dcp_jax.cache.placement import Layout
 from glm_dcp_jax.cache.pools import Pools
 from glm_dcp_jax.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from glm_dcp_jax.engine.blueprint import Blueprint
-from glm_dcp_jax.engine.steps import Kind, StepShape
+from glm_dcp_jax.engine.steps import BlockShape, Kind, StepShape
 from glm_dcp_jax.parallel.mesh import make_mesh
 
 BLOCK_SIZE = 64
@@ -73,11 +73,12 @@ class AbstractEngine:
 
     def compile(self, kind: Kind, requests: int, rows: int, context: int) -> "Program":
         """A step for `requests` of `rows` each, whose page tables span `context` tokens; logits of one row each."""
-        shape = StepShape(kind, requests, rows, self.layout.pages_for(context), requests)
+        block = BlockShape(kind, requests, rows, self.layout.pages_for(context))
+        shape = StepShape((block,), requests)
         (program,) = self.blueprint.steps.compile(shape, self.parameters, self.pools).programs
         memory = program.memory_analysis()
         # Tokens, positions, page table and logit rows: int32, on every device.
-        return Program(self, memory, 4 * (2 * requests * rows + requests * shape.pages + requests))
+        return Program(self, memory, 4 * (2 * requests * rows + requests * block.pages + requests))
 
 
 @dataclass(frozen=True)

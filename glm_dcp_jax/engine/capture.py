@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from glm_dcp_jax.cache.allocator import PageTable
+from glm_dcp_jax.engine.batch import Line
 from glm_dcp_jax.engine.engine import Engine
-from glm_dcp_jax.engine.runner import Line
 from glm_dcp_jax.engine.steps import StepOutput
 
 
@@ -47,8 +47,11 @@ def compute_logits(engine: Engine, token_ids: list[int], capture: bool) -> np.nd
             line = Line(token_ids[start : start + chunk], start, table.pages)
             _, out = engine.runner.prefill([line], all_logits=True, capture=capture)
             chunks.append(_unpack(engine, out, len(line.tokens)))
-    finally:
+    except BaseException:  # an interrupt too
         table.release()
+        engine.reset_prefix_cache()  # a step that fails takes the cache with it
+        raise
+    table.release()
     return _join(chunks) if capture else np.concatenate([part.logits for part in chunks])
 
 

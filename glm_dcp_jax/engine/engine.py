@@ -1,20 +1,24 @@
 """The engine: requests in, steps run one after the other, outputs out. Not thread-safe; one caller steps it."""
 
+import itertools
 import logging
+from collections import deque
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
-import numpy as np
-
+from glm_dcp_jax.cache.allocator import PageAllocator
 from glm_dcp_jax.cache.capacity import capacity_lines
+from glm_dcp_jax.cache.prefix_cache import PrefixCache, PrefixCacheStats
 from glm_dcp_jax.config import ConfigError, EngineConfig, ModelConfig, SamplingDefaults, sampling_defaults
+from glm_dcp_jax.engine.batch import make_batch, shape_of
 from glm_dcp_jax.engine.detokenizer import Detokenizer
 from glm_dcp_jax.engine.exchange_stats import ExchangeTotals
+from glm_dcp_jax.engine.landing import Landing, land
+from glm_dcp_jax.engine.logit_rules import LogitRules, bad_word_tokens
 from glm_dcp_jax.engine.outputs import Logprob, RequestOutput
-from glm_dcp_jax.engine.runner import Line, Runner
-from glm_dcp_jax.engine.sampling import IDLE_ROW, Sampled, row_params, sample
-from glm_dcp_jax.engine.sampling_params import SamplingParams
+from glm_dcp_jax.engine.runner import Flight, Runner
+from glm_dcp_jax.engine.sampling import Scores
+from glm_dcp_jax.engine.sampling_params import SamplingParams, check_vocabulary
 from glm_dcp_jax.engine.scheduler import Scheduler, Work
 from glm_dcp_jax.engine.sequence import Request, Sequence
 from glm_dcp_jax.engine.tokenizer import Tokenizer
@@ -30,6 +34,8 @@ class EngineStats:
 
     cache_dtype: the record format in use.
 
+    preemptions: how often a sequence lost its pages. prefix_cache: tokens that were looked for, and found.
+
     compiles_after_warm_up: programs compiled while serving; anything but 0 is a defect. exchanges: between DCP ranks.
     """
 
@@ -40,6 +46,8 @@ class EngineStats:
     cache_dtype: str
     prompt_tokens: int
     generation_tokens: int
+    preemptions: int
+    prefix_cache: PrefixCacheStats
     compiles_after_warm_up: int
     exchanges: ExchangeTotals
 
@@ -59,9 +67,18 @@ class Engine:
         self.config, self.model_config, self.runner, self.tokenizer = config, model, runner, tokenizer
         self.sampling_defaults = defaults
         self.max_model_len = runner.max_model_len
-        self.scheduler = Scheduler(
-            runner.buckets, runner.layout, runner.num_pages, config.scheduler.max_num_seqs
+        allocator = PageAllocator(runner.num_pages)
+        prefixes = PrefixCache(
+            allocator,
+            runner.layout,
+            f"{config.model} {runner.blueprint.formats}",
+            lookahead=runner.buckets.rows_each > 1,
+            enabled=config.cache.enable_prefix_caching,
         )
+        self.scheduler = Scheduler(config.scheduler, runner.buckets, runner.layout, allocator, prefixes)
+        self._flights: deque[tuple[Work, Flight, list[int]]] = deque()
+        self._ahead = 1 if config.scheduler.async_scheduling else 0
+        self._arrivals = itertools.count()
         self._eos = frozenset(model.eos_token_ids)
         self._requests: dict[str, Request] = {}
         self._owner: dict[Sequence, Request] = {}
@@ -73,6 +90,8 @@ class Engine:
     @staticmethod
     def from_config(config: EngineConfig) -> "Engine":
         """Find the model, read its config and tokenizer, load its weights. Raises ValueError with what is wrong."""
+        if config.speculative is not None:
+            raise ConfigError("speculative decoding is not available yet; leave --speculative-config out")
         directory = locate_model(config.model)
         model = ModelConfig.load(directory, dict(config.hf_overrides), config.latent_norm_eps)
         tokenizer = None
@@ -86,11 +105,21 @@ class Engine:
         return Engine(config, model, Runner(config, model, Checkpoint.open(directory)), tokenizer, defaults)
 
     def add_request(
-        self, request_id: str, prompt_token_ids: Ids[int], params: SamplingParams, prompt: str | None = None
+        self,
+        request_id: str,
+        prompt_token_ids: Ids[int],
+        params: SamplingParams,
+        prompt: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
     ) -> None:
-        """Queue a request. Raises ValueError if it can never run (too long, unknown tokens, a duplicate id)."""
+        """Queue a request. priority: lower runs first, with that policy. cache_salt: only equal ones share a cache.
+
+        Raises ValueError if it can never run (too long, unknown tokens, a duplicate id), QueueFull if too much waits.
+        """
         ids = list(prompt_token_ids)
         self.check_prompt(ids)
+        check_vocabulary(params, self.model_config.vocab_size)
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
         if request_id in self._requests:
@@ -114,15 +143,29 @@ class Engine:
                 detokenizer=Detokenizer(self.tokenizer, params)
                 if self.tokenizer is not None and params.detokenize
                 else None,
+                priority=priority,
+                arrival=next(self._arrivals),
+                keys=self.scheduler.prefixes.keys(ids, cache_salt),
+                rules=self._rules(ids, params),
             )
             for index in range(params.n)
         ]
+        for follower in sequences[1:]:
+            follower.leader = sequences[0]
         request = Request(request_id, prompt, ids, sequences)
         self._requests[request_id] = request
         for sequence in sequences:
             self._owner[sequence] = request
             self.scheduler.add(sequence)
         self._prompt_tokens += len(ids)
+
+    def _rules(self, ids: list[int], params: SamplingParams) -> LogitRules | None:
+        if not params.changes_logits:
+            return None
+        words = (
+            bad_word_tokens(params.bad_words, self.tokenizer) if params.bad_words and self.tokenizer else ()
+        )
+        return LogitRules(params, ids, self._eos, words)
 
     def check_prompt(self, ids: Ids[int]) -> None:
         """Raise ValueError unless these tokens can be a prompt: not empty, in the vocabulary, room for one more."""
@@ -155,28 +198,80 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether there is anything to step."""
-        return bool(self._requests)
+        return bool(self._requests or self._flights)
 
     def step(self) -> list[RequestOutput]:
-        """Run one step. Returns the outputs of requests that got tokens, cumulative."""
-        work = self.scheduler.next()
-        if work is None:
-            return []
-        lines = [
-            Line(sequence.tokens[sequence.computed :][:chunk], sequence.computed, sequence.pages)
-            for sequence, chunk in zip(work.sequences, work.chunks, strict=True)
-        ]
+        """Start a step, and take what the one before it brought. Returns outputs of requests that changed, cumulative.
+
+        Where sampling needs all earlier tokens, or without --async-scheduling, nothing is started ahead.
+        """
+        changed: dict[Request, None] = {}
         try:
-            shape, out = self.runner.decode(lines) if work.kind == "decode" else self.runner.prefill(lines)
-            finite = np.asarray(out.finite).reshape(shape.requests, shape.rows)
+            while self._flights and self._must_know_all():
+                self._land(changed)
+            work = self.scheduler.next()
+            if not work.is_empty:
+                self._launch(work)
+            ahead = self._ahead if not work.is_empty else 0
+            while len(self._flights) > ahead:
+                self._land(changed)
         except BaseException:  # an interrupt too
             self._fail_all()
             raise
-        for row, (sequence, chunk) in enumerate(zip(work.sequences, work.chunks, strict=True)):
-            sequence.computed += chunk
-            if not finite[row, :chunk].all():
+        return [self._retire(request) if request.finished else request.output() for request in changed]
+
+    def _must_know_all(self) -> bool:
+        return any(
+            sequence.rules is not None and sequence.rules.needs_history for sequence in self.scheduler.running
+        )
+
+    def _launch(self, work: Work) -> None:
+        shape = shape_of(work, self.runner.buckets)
+        batch = make_batch(work, shape, self.runner.idle_slot, self.model_config.vocab_size)
+        flight = self.runner.launch(batch, work.copies)
+        drawing = [line.sequence for line in work.decodes]
+        drawing += [chunk.sequence for chunk in work.chunks if chunk.is_last]
+        for sequence in drawing:
+            sequence.fed = True
+        parts = [line.sequence for line in work.decodes] + [chunk.sequence for chunk in work.chunks]
+        self._flights.append((work, flight, [sequence.preemptions for sequence in parts]))
+
+    def _land(self, changed: dict[Request, None]) -> None:
+        """Wait for the oldest step under way, and give its sequences what it brought them."""
+        work, flight, preemptions = self._flights.popleft()
+        landed = land(work, flight)
+        for landing, epoch in zip(landed.landings, preemptions, strict=True):
+            sequence = landing.sequence
+            sequence.in_flight -= landing.draws
+            if sequence.finish_reason is not None:  # it ended, or was aborted, when the step was under way
+                continue
+            if not landing.healthy:
                 self._fail(sequence)
-        return self._take_tokens(work, out.logits)
+            else:
+                self._take(landing, landed.scores, kept=sequence.preemptions == epoch)
+            if landing.draws or sequence.finish_reason is not None:
+                changed[self._owner[sequence]] = None
+
+    def _take(self, landing: Landing, scores: Scores | None, kept: bool) -> None:
+        """kept: whether the sequence still has the pages that the step wrote to."""
+        sequence = landing.sequence
+        if kept:
+            sequence.computed += landing.decoded
+        for token, row in landing.drawn:
+            if scores is not None and sequence.params.logprobs is not None:
+                self._note_logprobs(sequence, row, token, scores)
+            sequence.append(token, self._eos)
+            self._generation_tokens += 1
+            if sequence.finish_reason is not None:
+                break
+        if kept:
+            self.scheduler.advance(sequence, len(sequence.tokens) - 1 if landing.end is None else landing.end)
+        if sequence.finish_reason is not None:
+            self.scheduler.remove(sequence)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget what earlier requests computed. False if requests that run still hold some of it."""
+        return self.scheduler.prefixes.reset()
 
     def stats(self) -> EngineStats:
         """Counts for metrics."""
@@ -188,53 +283,11 @@ class Engine:
             cache_dtype=self.runner.record.name,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
+            preemptions=self.scheduler.preemptions,
+            prefix_cache=replace(self.scheduler.prefixes.stats),
             compiles_after_warm_up=self.runner.compiles.after_warm_up,
             exchanges=self.runner.exchanges.totals(),
         )
-
-    def _take_tokens(self, work: Work, logits: Any) -> list[RequestOutput]:
-        """Sample for every sequence whose last token was computed, and end those that are done."""
-        ready = [
-            (row, sequence)
-            for row, sequence in enumerate(work.sequences)
-            if sequence.computed == len(sequence.tokens) and sequence.finish_reason is None
-        ]
-        changed = [sequence for _, sequence in ready]
-        changed += [sequence for sequence in work.sequences if sequence.finish_reason is not None]
-        if ready:
-            self._sample(ready, logits)
-        requests = dict.fromkeys(self._owner[sequence] for sequence in changed)
-        return [self._retire(request) if request.finished else request.output() for request in requests]
-
-    def _sample(self, ready: list[tuple[int, Sequence]], logits: Any) -> None:
-        rows = logits.shape[0]
-        wanted = dict(ready)
-        params = [
-            (wanted[row].params, wanted[row].seed, len(wanted[row].output_ids)) if row in wanted else IDLE_ROW
-            for row in range(rows)
-        ]
-        random = any(not sequence.params.greedy for _, sequence in ready)
-        logprobs = any(sequence.params.logprobs is not None for _, sequence in ready)
-        sampled = Sampled(
-            *(
-                None if part is None else np.asarray(part)
-                for part in sample(logits, row_params(params, rows), random, logprobs)
-            )
-        )
-        for row, sequence in ready:
-            self._append(sequence, row, sampled)
-
-    def _append(self, sequence: Sequence, row: int, sampled: Sampled) -> None:
-        if not sampled.healthy[row]:
-            self._fail(sequence)
-            return
-        token = int(sampled.token[row])
-        if sequence.params.logprobs is not None:
-            self._note_logprobs(sequence, row, token, sampled)
-        sequence.append(token, self._eos)
-        self._generation_tokens += 1
-        if sequence.finish_reason is not None:
-            self.scheduler.remove(sequence)
 
     def _fail(self, sequence: Sequence) -> None:
         """NaN would read as token 0, and its records are not in the cache: say that the request failed instead."""
@@ -244,22 +297,22 @@ class Engine:
 
     def _fail_all(self) -> None:
         """A failed step took the cache with it: end every request, so that none goes on without its records."""
+        self._flights.clear()
         for request in list(self._requests.values()):
             for sequence in request.sequences:
                 sequence.finish_reason = sequence.finish_reason or "error"
                 self.scheduler.remove(sequence)
             self._retire(request)
+        self.scheduler.prefixes.reset()  # now that nobody holds any page
 
-    def _note_logprobs(self, sequence: Sequence, row: int, token: int, sampled: Sampled) -> None:
+    def _note_logprobs(self, sequence: Sequence, row: int, token: int, scores: Scores) -> None:
         name = (lambda _: None) if self.tokenizer is None else self.tokenizer.token_to_str
-        entries = {token: Logprob(float(sampled.logprob[row]), int(sampled.rank[row]), name(token))}
-        for rank in range(sequence.params.logprobs or 0):
-            if rank >= sampled.top_tokens.shape[1]:
-                break
-            other = int(sampled.top_tokens[row, rank])
-            entries.setdefault(other, Logprob(float(sampled.top_logprobs[row, rank]), rank + 1, name(other)))
+        entries = {token: Logprob(float(scores.logprob[row]), int(scores.rank[row]), name(token))}
+        for rank in range(min(sequence.params.logprobs or 0, scores.top_tokens.shape[1])):
+            other = int(scores.top_tokens[row, rank])
+            entries.setdefault(other, Logprob(float(scores.top_logprobs[row, rank]), rank + 1, name(other)))
         sequence.logprobs.append(entries)
-        sequence.cumulative_logprob += float(sampled.logprob[row])
+        sequence.cumulative_logprob += float(scores.logprob[row])
 
     def _retire(self, request: Request) -> RequestOutput:
         del self._requests[request.request_id]

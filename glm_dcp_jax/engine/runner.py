@@ -1,7 +1,6 @@
 """The device side of an engine: weights, pools and compiled steps. Batches in, logits out."""
 
 import contextlib
-import itertools
 import logging
 import threading
 import time
@@ -9,24 +8,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from tqdm import tqdm
 
 from glm_dcp_jax import environment
 from glm_dcp_jax.cache.capacity import resolve_max_model_len
-from glm_dcp_jax.cache.pools import make_pools
+from glm_dcp_jax.cache.pools import Pools, make_pools
 from glm_dcp_jax.config import EngineConfig, ModelConfig
+from glm_dcp_jax.engine.batch import Batch, Line, make_batch, make_block
 from glm_dcp_jax.engine.blueprint import Blueprint
 from glm_dcp_jax.engine.buckets import Buckets
 from glm_dcp_jax.engine.compiles import CompileCounter
 from glm_dcp_jax.engine.exchange_stats import ExchangeStats
+from glm_dcp_jax.engine.logit_rules import adjustment_sizes, no_adjustments
 from glm_dcp_jax.engine.memory import check_exchange_memory, number_of_pages
-from glm_dcp_jax.engine.sampling import row_params, sample
-from glm_dcp_jax.engine.steps import StepOutput, StepShape, leaves_of
+from glm_dcp_jax.engine.page_copies import COPIES_AT_ONCE, page_copier
+from glm_dcp_jax.engine.rounds import DecodeRows, Round, Slots, decode_rows, draw
+from glm_dcp_jax.engine.sampling import Scores, adjust, score
+from glm_dcp_jax.engine.scheduler import Work
+from glm_dcp_jax.engine.steps import BlockShape, Kind, StepOutput, StepShape, leaves_of
 from glm_dcp_jax.model.load import load_parameters
 from glm_dcp_jax.model.safetensors_reader import Checkpoint
 from glm_dcp_jax.parallel.batch import Block
@@ -39,12 +44,16 @@ _log = logging.getLogger(__name__)
 _COMPILE_THREADS = 2
 
 
-class Line(NamedTuple):
-    """One request's part of a step: its tokens, the position of the first, and its page table."""
+class Flight(NamedTuple):
+    """What a step under way brings; arrays on the device, which nobody has waited for.
 
-    tokens: Sequence[int]
-    start: int
-    pages: Sequence[int]
+    finite: [T], rows without NaN or infinity. scores: of the drawn tokens, [M] rows, or None.
+    """
+
+    shape: StepShape
+    round: Round
+    finite: Any
+    scores: Scores | None
 
 
 class Runner:
@@ -79,32 +88,69 @@ class Runner:
             _log.info("%s", self._prefill_paths())
             _log.info("%s", self._decode_paths())
         self._pool_shapes = self.blueprint.pools(self.num_pages)
+        self._max_num_seqs = config.scheduler.max_num_seqs
+        self._slots: Slots
+        self.pools: tuple[Pools, ...]
+        self._copier = page_copier(self.mesh, self.layout)
         self.reset_pools()
         self._vocab_size = model.vocab_size
         self._lock = threading.Lock()
 
+    def launch(self, batch: Batch, copies: Sequence[tuple[int, int]] = ()) -> Flight:
+        """Start a step, and the drawing of its tokens. copies: pages (source, target) that are copied first."""
+        with self._lock:
+            try:
+                return self._launch(batch, copies)
+            except BaseException:  # an interrupt too
+                # The donated pools may be gone; whoever called must forget what they held.
+                self.reset_pools()
+                raise
+
     def prefill(
         self, lines: Sequence[Line], all_logits: bool = False, capture: bool = False
     ) -> tuple[StepShape, StepOutput]:
-        """Run chunks of prompts. Logits: [requests, V] of last rows, or [requests * rows, V] of all rows."""
+        """Run chunks of prompts alone, and draw nothing. Logits: [requests, V] of last rows, or [requests * rows, V]
+        of all rows."""
         rows = max(len(line.tokens) for line in lines)
         context = max(line.start + len(line.tokens) for line in lines)
         shape = self.buckets.prefill(len(lines), rows, context, all_logits, capture)
+        (block,) = shape.blocks
         if all_logits:
             logit_rows = np.arange(shape.logits, dtype=np.int32)
         else:
-            last = [len(line.tokens) - 1 for line in lines] + [0] * (shape.requests - len(lines))
-            logit_rows = np.arange(shape.requests, dtype=np.int32) * shape.rows + np.array(last, np.int32)
-        return shape, self._run(shape, lines, logit_rows)
+            last = [len(line.tokens) - 1 for line in lines] + [0] * (block.requests - len(lines))
+            logit_rows = np.arange(block.requests, dtype=np.int32) * block.rows + np.array(last, np.int32)
+        with self._lock:
+            try:
+                return shape, self._run(shape, (make_block(block, lines),), logit_rows)
+            except BaseException:
+                self.reset_pools()
+                raise
 
-    def decode(self, lines: Sequence[Line]) -> tuple[StepShape, StepOutput]:
-        """Run one token of each line. Logits: [requests bucket, V], the lines' first."""
-        shape = self.buckets.decode(len(lines), max(line.start + 1 for line in lines))
-        out = self._run(shape, lines, np.arange(shape.logits, dtype=np.int32))
-        if self.mesh.size > 1:
-            estimate = self.blueprint.decode_estimate(shape)
-            self.exchanges.add(estimate.path, estimate.received, out.moved, out.selection_hash)
-        return shape, out
+    def _launch(self, batch: Batch, copies: Sequence[tuple[int, int]]) -> Flight:
+        self._copy_pages(copies)
+        rows = decode_rows(self._slots, batch.decodes)
+        decodes = Block(rows.tokens, rows.positions, batch.page_table) if batch.page_table.size else None
+        blocks = tuple(block for block in (decodes, batch.chunks) if block is not None)
+        out = self._run(batch.shape, blocks, batch.logit_rows)
+        logits = out.logits if batch.adjustments is None else adjust(out.logits, batch.adjustments)
+        found = self._draw(logits, batch, rows, batch.random, batch.filtered)
+        scores = None
+        if batch.logprobs:
+            scores = score(out.logits, jnp.concatenate([found.decoded.reshape(-1), found.first]))
+        return Flight(batch.shape, found, out.finite, scores)
+
+    def _draw(self, logits: Any, batch: Batch, rows: DecodeRows, random: bool, filtered: bool) -> Round:
+        found, self._slots = draw(
+            logits, self._slots, batch.params, rows, batch.lines, random=random, filtered=filtered
+        )
+        return found
+
+    def _copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        for at in range(0, len(copies), COPIES_AT_ONCE):
+            some = [*copies[at : at + COPIES_AT_ONCE], *[(0, 0)] * COPIES_AT_ONCE][:COPIES_AT_ONCE]
+            pages = np.array(some, np.int32)
+            self.pools = tuple(self._copier(part, pages) for part in self.pools)
 
     def warm_up(self, stopped: Callable[[], bool] = lambda: False) -> None:
         """Compile every step serving can ask for, two at a time, with a progress bar; gives up when `stopped`."""
@@ -117,8 +163,9 @@ class Runner:
                 return
             if failure is not None:
                 raise failure
-        for rows in sorted({shape.logits for shape in shapes}):
-            self._warm_up_sampling(rows)
+        for shape in {_lines_of(shape): shape for shape in shapes}.values():
+            self._warm_up_sampling(shape)
+        self._copy_pages([(0, 0)])
         self.compiles.mark_warm()
         _log.info("Compiled %d steps in %.1f s", len(shapes), time.perf_counter() - began)
 
@@ -147,7 +194,7 @@ class Runner:
     def _decode_paths(self) -> str:
         """For the log: what each decode path would wait for in each bucket, and which is taken."""
         policy = self.blueprint.policy
-        shapes = [shape for shape in self.buckets.all() if shape.kind == "decode"]
+        shapes = self._blocks("decode")
         buckets = [(shape.requests, shape.rows, shape.pages * self.layout.block_size) for shape in shapes]
         link = policy.link
         return (
@@ -158,7 +205,7 @@ class Runner:
 
     def _prefill_paths(self) -> str:
         """For the log: which contexts prefill gathers, and which stay where they are."""
-        shapes = [shape for shape in self.buckets.all() if shape.kind == "prefill"]
+        shapes = self._blocks("prefill")
         longest: dict[str, int] = {}
         for shape in shapes:
             path, context = self.blueprint.path(shape), shape.pages * self.layout.virtual_block
@@ -168,9 +215,21 @@ class Runner:
             for path, context in sorted(longest.items(), key=itemgetter(1))
         )
 
+    def _blocks(self, kind: Kind) -> list[BlockShape]:
+        """Shapes of all blocks of a kind that serving can ask for."""
+        found = (block for shape in self.buckets.all() for block in shape.blocks)
+        return list(dict.fromkeys(block for block in found if block.kind == kind))
+
     def reset_pools(self) -> None:
         """Start over with an empty, zeroed cache."""
         self.pools = tuple(make_pools(shapes) for shapes in self._pool_shapes)
+        empty = Slots.empty(self._max_num_seqs, self.buckets.rows_each - 1)
+        self._slots = jax.device_put(empty, NamedSharding(self.mesh, PartitionSpec()))
+
+    @property
+    def idle_slot(self) -> int:
+        """The slot that belongs to no sequence."""
+        return self._max_num_seqs
 
     def _workspace(self, config: EngineConfig, model: ModelConfig, pages: int) -> int:
         """Temporary bytes per device of the largest decode and prefill steps, compiled for a cache of `pages`."""
@@ -186,23 +245,25 @@ class Runner:
         ]
         return max(program.memory_analysis().temp_size_in_bytes for program in programs)
 
-    def _warm_up_sampling(self, rows: int) -> None:
-        logits = jax.device_put(
-            np.zeros((rows, self._vocab_size), np.float32), NamedSharding(self.mesh, PartitionSpec())
-        )
-        for random, logprobs in itertools.product((False, True), repeat=2):
-            sample(logits, row_params([], rows), random, logprobs)
+    def _warm_up_sampling(self, shape: StepShape) -> None:
+        """Draw from zeros in every way that this shape's rows can be drawn from."""
+        replicated = NamedSharding(self.mesh, PartitionSpec())
+        logits = jax.device_put(np.zeros((shape.logits, self._vocab_size), np.float32), replicated)
+        for size in adjustment_sizes(self._vocab_size):
+            adjust(logits, no_adjustments(shape.logits, size, self._vocab_size))
+        batch = make_batch(Work(), shape, self.idle_slot, self._vocab_size)
+        rows = decode_rows(self._slots, batch.decodes)
+        for random, filtered in ((False, False), (True, False), (True, True)):
+            found = self._draw(logits, batch, rows, random, filtered)
+        score(logits, jnp.concatenate([found.decoded.reshape(-1), found.first]))
 
-    def _run(self, shape: StepShape, lines: Sequence[Line], logit_rows: np.ndarray) -> StepOutput:
-        with self._lock:
-            step = self.steps.get(shape, self.parameters, self.pools)
-            try:
-                out = step(self._leaves, self.pools, make_block(shape, lines), logit_rows)
-                self.pools = out.pools
-            except BaseException:  # an interrupt too
-                # The donated pools may be gone; whoever called must forget what they held.
-                self.reset_pools()
-                raise
+    def _run(self, shape: StepShape, blocks: tuple[Block, ...], logit_rows: np.ndarray) -> StepOutput:
+        step = self.steps.get(shape, self.parameters, self.pools)
+        out = step(self._leaves, self.pools, blocks, logit_rows)
+        self.pools = out.pools
+        if self.mesh.size > 1 and shape.blocks[0].kind == "decode":
+            estimate = self.blueprint.decode_estimate(shape.blocks[0])
+            self.exchanges.add(estimate.path, estimate.received, out.moved, out.selection_hash)
         return out
 
 
@@ -219,22 +280,16 @@ def _blueprint(config: EngineConfig, model: ModelConfig) -> Blueprint:
     return replace(blueprint, link=link)
 
 
+def _lines_of(shape: StepShape) -> tuple[tuple[str, int, int], ...]:
+    """What the drawing of tokens depends on: lines of the blocks, and rows of lines that decode."""
+    return tuple(
+        (block.kind, block.requests, block.rows if block.kind == "decode" else 0) for block in shape.blocks
+    )
+
+
 def _next_of(done: "SimpleQueue[Exception | None]", stopped: Callable[[], bool]) -> Exception | None:
     """The queue's next entry; None at once when `stopped`."""
     while not stopped():
         with contextlib.suppress(Empty):
             return done.get(timeout=0.1)
     return None
-
-
-def make_block(shape: StepShape, lines: Sequence[Line]) -> Block:
-    """Pad lines to a step's shape: position -1 and the null page behind what is real."""
-    tokens = np.zeros((shape.requests, shape.rows), np.int32)
-    positions = np.full((shape.requests, shape.rows), -1, np.int32)
-    page_table = np.zeros((shape.requests, shape.pages), np.int32)
-    for at, line in enumerate(lines):
-        count, pages = len(line.tokens), min(len(line.pages), shape.pages)
-        tokens[at, :count] = line.tokens
-        positions[at, :count] = np.arange(line.start, line.start + count)
-        page_table[at, :pages] = line.pages[:pages]
-    return Block(tokens, positions, page_table)

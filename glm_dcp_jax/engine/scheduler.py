@@ -1,64 +1,137 @@
-"""First come, first served: which sequences the next step works on. Plain Python, no jax.
+"""Which sequences the next step works on. Plain Python, no jax.
 
-A sequence is admitted when pages for its longest possible length are free, so nothing that runs is ever short of
-pages. Prefill and decode steps take turns while there is work for both.
+A step has one budget of tokens. Sequences that decode come first, a row for the last token and one for each draft; what
+is left goes to chunks of prompts. A sequence is admitted when its prompt's pages are free and some are left over; later
+it takes a page when it needs one. Where there is none, the last in rank loses its pages, waits, and computes them anew
+(what the prefix cache still has of them it gets back).
+
+Decisions rest on the calls and what steps have brought so far, and on nothing else: hosts that make the same calls take
+the same decisions.
 """
 
-from collections import deque
-from dataclasses import dataclass
-from typing import Literal
+import heapq
+import itertools
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from glm_dcp_jax.cache.allocator import PageAllocator, PageTable
+from glm_dcp_jax.cache.allocator import OutOfPages, PageAllocator, PageTable
 from glm_dcp_jax.cache.placement import Layout
+from glm_dcp_jax.cache.prefix_cache import Match, PrefixCache
+from glm_dcp_jax.config import SchedulerConfig
 from glm_dcp_jax.engine.buckets import Buckets
 from glm_dcp_jax.engine.sequence import Sequence
+from glm_dcp_jax.engine.waiting import Line, rank_of
+
+_MOST_LOOKED_AT = 64
+"""Sequences of the line that one step considers."""
 
 
 @dataclass(frozen=True)
-class Work:
-    """One step: a chunk of each sequence for prefill (its length in `chunks`), one token of each for decode."""
+class Chunk:
+    """Tokens start .. start + count - 1 of a sequence, whose first tokens are in the cache already.
 
-    kind: Literal["prefill", "decode"]
-    sequences: tuple[Sequence, ...]
-    chunks: tuple[int, ...]
+    is_last: whether the next token is sampled behind it.
+    """
+
+    sequence: Sequence
+    start: int
+    count: int
+    is_last: bool
+
+    @property
+    def end(self) -> int:
+        """How many tokens the cache holds afterwards."""
+        return self.start + self.count
+
+
+class Decode(NamedTuple):
+    """A sequence that decodes. reach: tokens that it may come to have in the cache: all drafts may be accepted."""
+
+    sequence: Sequence
+    reach: int
+
+
+class PageCopy(NamedTuple):
+    """What page `source` holds goes to page `target` before the step."""
+
+    source: int
+    target: int
+
+
+@dataclass
+class Work:
+    """One step: pages to copy first, sequences that decode, chunks of prompts. copied_for: whom the copies are for."""
+
+    copies: list[PageCopy] = field(default_factory=list)
+    copied_for: list[Sequence] = field(default_factory=list)
+    decodes: list[Decode] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to run."""
+        return not self.decodes and not self.chunks
 
 
 class Scheduler:
-    """Waiting and running sequences, and the pages they hold."""
+    """Waiting and running sequences, and the pages they hold. rows: of a sequence that decodes, 1 + drafts."""
 
-    def __init__(self, buckets: Buckets, layout: Layout, num_pages: int, max_num_seqs: int) -> None:
-        self.allocator = PageAllocator(num_pages)
-        self._buckets = buckets
-        self._layout = layout
-        self._max_num_seqs = max_num_seqs
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
-        self._prefilled_last = False
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        buckets: Buckets,
+        layout: Layout,
+        allocator: PageAllocator,
+        prefixes: PrefixCache,
+    ) -> None:
+        self.allocator, self.prefixes = allocator, prefixes
+        self._config, self._buckets, self._layout = config, buckets, layout
+        self.rows = buckets.rows_each
+        rank = rank_of(config.scheduling_policy)
+        self.waiting, self.running = Line(rank), Line(rank)
+        self._free_slots = list(range(config.max_num_seqs))
+        self._spare_pages = round(config.watermark * (allocator.num_pages - 1))
+        self._promised: dict[bytes, Sequence] = {}
+        self.preemptions = 0
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
-        self.waiting.append(sequence)
+        self.waiting.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence, wherever it is, and free its pages."""
-        if sequence.table is not None:
-            sequence.table.release()
-            sequence.table = None
-        if sequence in self.running:
-            self.running.remove(sequence)
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
+        """Forget a sequence, wherever it is, and free its pages. A step under way may still write to them: steps run
+        in order, so whoever gets the pages next writes later."""
+        self._release(sequence)
+        for line in (self.running, self.waiting):
+            if sequence in line:
+                line.remove(sequence)
 
-    def next(self) -> Work | None:
-        """The next step's work; None when nothing runs or waits."""
-        self._admit()
-        prefills = [sequence for sequence in self.running if sequence.prefilling]
-        decodes = [sequence for sequence in self.running if not sequence.prefilling]
-        if prefills and not (decodes and self._prefilled_last):
-            self._prefilled_last = True
-            return self._prefill(prefills)
-        self._prefilled_last = False
-        return Work("decode", tuple(decodes), (1,) * len(decodes)) if decodes else None
+    def next(self) -> Work:
+        """The next step's work, which counts as begun; empty when nothing can run now."""
+        work = Work()
+        budget = self._config.max_num_batched_tokens
+        preempted = self._decode(work, budget)
+        budget -= len(work.decodes) * self.rows
+        for sequence in self.running:
+            if sequence.prefilling and not self._chunk(work, sequence, budget - _tokens(work.chunks)):
+                break
+        if not preempted:
+            self._admit(work, self._config.max_num_batched_tokens)
+        for (
+            sequence
+        ) in work.copied_for:  # held until now, so that nobody was given what is copied in this step
+            if sequence.table is not None:
+                sequence.table.drop_source_page()
+        return work
+
+    def advance(self, sequence: Sequence, computed: int) -> None:
+        """Steps that are over have put `computed` tokens of the sequence into the cache: others may share them."""
+        keys, table = sequence.keys, sequence.table
+        if keys is None or table is None:
+            return
+        keys.extend(sequence.tokens[len(keys.tokens) :])
+        self.prefixes.register(table, keys, computed)
+        self._keep_promises(sequence, min(computed // self._layout.virtual_block, len(keys)))
 
     @property
     def cache_usage(self) -> float:
@@ -66,27 +139,202 @@ class Scheduler:
         allocator = self.allocator
         return allocator.num_used / max(allocator.num_used + allocator.num_free, 1)
 
-    def _admit(self) -> None:
-        while self.waiting and len(self.running) < self._max_num_seqs:
-            sequence = self.waiting[0]
-            if self._layout.pages_for(sequence.limit) > self.allocator.num_free:
-                return
-            self.waiting.popleft()
-            sequence.table = PageTable(self.allocator, self._layout)
-            sequence.table.grow(sequence.limit)
-            self.running.append(sequence)
+    # ---- sequences that decode
 
-    def _prefill(self, prefills: list[Sequence]) -> Work:
-        """The first sequence's chunk; as many short ones behind it as one step takes."""
-        chunk = lambda sequence: min(  # noqa: E731
-            len(sequence.tokens) - sequence.computed, self._buckets.largest_chunk
-        )
-        chosen = [prefills[0]]
-        for sequence in prefills[1 : self._buckets.prefill_lines]:
-            members = (*chosen, sequence)
-            longest = max(chunk(member) for member in members)
-            context = max(member.computed + chunk(member) for member in members)
-            if not self._buckets.lines_fit(longest, context):
+    def _decode(self, work: Work, budget: int) -> bool:
+        """Choose those that decode, and see to their pages. Returns whether a sequence lost its pages for it."""
+        before = self.preemptions
+        for sequence in list(self.running):
+            if sequence.table is None or sequence.prefilling or self._ends_under_way(sequence):
+                continue
+            if (len(work.decodes) + 1) * self.rows > budget:
                 break
-            chosen.append(sequence)
-        return Work("prefill", tuple(chosen), tuple(chunk(sequence) for sequence in chosen))
+            reach = self._reach(sequence)
+            if self._grow(sequence, reach):
+                self._add_decode(work, sequence, reach)
+        return self.preemptions > before
+
+    def _ends_under_way(self, sequence: Sequence) -> bool:
+        """Whether the steps under way bring its last token for sure."""
+        return len(sequence.tokens) + sequence.in_flight >= sequence.limit
+
+    def _add_decode(self, work: Work, sequence: Sequence, reach: int) -> None:
+        work.decodes.append(Decode(sequence, reach))
+        sequence.in_flight += 1
+
+    def _reach(self, sequence: Sequence) -> int:
+        under_way = (sequence.in_flight + 1) * self.rows - 1
+        return min(len(sequence.tokens) + under_way, sequence.limit - 1)
+
+    def _grow(self, sequence: Sequence, length: int) -> bool:
+        """Pages for `length` tokens, taken from the last in rank if need be; False if that is the sequence itself."""
+        assert sequence.table is not None
+        while True:
+            try:
+                sequence.table.grow(length)
+                return True
+            except OutOfPages:
+                victim = self.running[-1]
+                self._preempt(victim)
+                if victim is sequence:
+                    return False
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._release(sequence)
+        self.running.remove(sequence)
+        self.waiting.add(sequence)
+        sequence.computed, sequence.fed = 0, False
+        sequence.preemptions += 1
+        self.preemptions += 1
+
+    def _release(self, sequence: Sequence) -> None:
+        if sequence.table is not None:
+            sequence.table.release()
+            sequence.table = None
+        if sequence.slot >= 0:
+            heapq.heappush(self._free_slots, sequence.slot)
+            sequence.slot = -1
+        self._keep_promises(sequence, sequence.promised)
+
+    def _keep_promises(self, sequence: Sequence, blocks: int) -> None:
+        """Whoever waits for the first `blocks` blocks of the sequence waits no longer."""
+        for block in range(sequence.delivered, min(blocks, sequence.promised)):
+            assert sequence.keys is not None
+            if self._promised.get(sequence.keys[block]) is sequence:
+                del self._promised[sequence.keys[block]]
+        sequence.delivered = max(sequence.delivered, blocks)
+
+    # ---- chunks of prompts
+
+    def _chunk(self, work: Work, sequence: Sequence, budget: int) -> bool:
+        """Add the sequence's next chunk, if it has room in the step beside those that are in it."""
+        chunk = self._next_chunk(sequence, sequence.computed, budget)
+        if chunk.count < 1 or not self._fits(work, chunk):
+            return False
+        self._add(work, chunk)
+        return True
+
+    def _next_chunk(self, sequence: Sequence, start: int, budget: int) -> Chunk:
+        """What of a sequence goes into one step, from `start` on."""
+        rest = len(sequence.tokens) - start
+        count = min(rest, self._buckets.largest_chunk, budget)
+        count = min(count, self._config.long_prefill_token_threshold or count)
+        return Chunk(sequence, start, count, count == rest)
+
+    def _add(self, work: Work, chunk: Chunk) -> None:
+        work.chunks.append(chunk)
+        chunk.sequence.computed = chunk.end
+        chunk.sequence.in_flight += chunk.is_last
+
+    def _fits(self, work: Work, chunk: Chunk) -> bool:
+        """One chunk of any length, or a few short ones of short prompts; a chunk that waits is not cut for them."""
+        if not work.chunks:
+            return True
+        chunks = [*work.chunks, chunk]
+        return (
+            (chunk.is_last or chunk.count >= self._buckets.largest_chunk)
+            and len(chunks) <= self._buckets.prefill_lines
+            and self._share_a_step(chunks, mixed=bool(work.decodes))
+        )
+
+    def _share_a_step(self, chunks: list[Chunk], mixed: bool) -> bool:
+        if len(chunks) < 2:
+            return True
+        rows, context = max(chunk.count for chunk in chunks), max(chunk.end for chunk in chunks)
+        return self._buckets.lines_fit(rows, context, mixed)
+
+    # ---- admission
+
+    def _admit(self, work: Work, budget: int) -> None:
+        for sequence in list(itertools.islice(self.waiting, _MOST_LOOKED_AT)):
+            if len(self.running) >= self._config.max_num_seqs or sequence.in_flight:
+                return
+            leader = _leader(sequence)
+            if leader is not None and not self._is_behind_its_prompt(leader, work):
+                continue
+            found = self._found(sequence, leader)
+            if self._is_promised(sequence, len(found.pages)):
+                continue
+            if not self._start(work, sequence, found, budget):
+                return
+
+    def _is_behind_its_prompt(self, leader: Sequence, work: Work) -> bool:
+        """Whether steps before this one compute the prompt."""
+        if leader.table is None or leader.prefilling:
+            return False
+        return all(chunk.sequence is not leader for chunk in work.chunks)
+
+    def _is_promised(self, sequence: Sequence, block: int) -> bool:
+        """Whether one that runs is just computing the sequence's next block: it is computed once, and then shared."""
+        keys = sequence.keys
+        return keys is not None and block < len(keys) and keys[block] in self._promised
+
+    def _found(self, sequence: Sequence, leader: Sequence | None) -> Match:
+        """What the cache holds of a sequence that waits. Its last token is always computed: somebody must sample."""
+        last = len(sequence.tokens) - 1
+        if leader is not None:
+            whole, rest = divmod(last, self._layout.virtual_block)
+            source = leader.pages[whole] if rest else None
+            return Match(0, last, tuple(leader.pages[:whole]), (), source, rest)
+        if sequence.keys is None or sequence.params.prompt_logprobs is not None:
+            return Match()
+        return self.prefixes.match(sequence.keys, last)
+
+    def _start(self, work: Work, sequence: Sequence, found: Match, budget: int) -> bool:
+        """Give a waiting sequence its pages, and its first chunk or row, if all of that can be had."""
+        left = budget - _tokens(work.chunks) - self.rows * len(work.decodes)
+        decodes = len(sequence.tokens) - found.length == 1
+        chunk = self._next_chunk(sequence, found.length, left)
+        fits = self._share_a_step(work.chunks, mixed=True) if decodes else self._fits(work, chunk)
+        if left < (self.rows if decodes else 1) or not fits:
+            return False
+        table = self._table(sequence, found)
+        if table is None:
+            return False
+        self._enter(sequence, table, found)
+        if table.source_page is not None:
+            work.copies.append(PageCopy(table.source_page, table.pages[len(found.pages)]))
+            work.copied_for.append(sequence)
+        if decodes:
+            self._add_decode(work, sequence, len(sequence.tokens))
+        else:
+            self._add(work, chunk)
+        return True
+
+    def _table(self, sequence: Sequence, found: Match) -> PageTable | None:
+        """Pages for all of the sequence's tokens, beginning with those that were found; None if too few are free."""
+        spare = self._spare_pages if len(self.running) else 0
+        length = len(sequence.tokens)
+        if self.prefixes.pages_needed(found, length) + spare > self.allocator.num_free:
+            return None
+        if _leader(sequence) is None:
+            table = self.prefixes.acquire(found)
+        else:
+            table = PageTable(self.allocator, self._layout)
+            table.begin(found.pages, found.source_page)
+        table.grow(length)
+        return table
+
+    def _enter(self, sequence: Sequence, table: PageTable, found: Match) -> None:
+        self.waiting.remove(sequence)
+        self.running.add(sequence)
+        sequence.table, sequence.slot = table, heapq.heappop(self._free_slots)
+        sequence.computed, sequence.fed = found.length, False
+        if not sequence.preemptions:
+            sequence.cached_tokens = found.length
+        keys = sequence.keys
+        if keys is not None:
+            sequence.delivered, sequence.promised = len(found.pages), len(keys)
+            for block in range(len(found.pages), len(keys)):
+                self._promised.setdefault(keys[block], sequence)
+
+
+def _leader(sequence: Sequence) -> Sequence | None:
+    """Whose prompt it shares, as long as that one has not ended or lost its pages."""
+    leader = sequence.leader
+    gone = leader is None or leader.finish_reason is not None or leader.preemptions or sequence.preemptions
+    return None if gone else leader
+
+
+def _tokens(chunks: list[Chunk]) -> int:
+    return sum(chunk.count for chunk in chunks)

@@ -3,16 +3,25 @@
 from dataclasses import dataclass, field
 
 from glm_dcp_jax.cache.allocator import PageTable
+from glm_dcp_jax.cache.prefix_cache import BlockKeys
 from glm_dcp_jax.engine.detokenizer import Detokenizer
+from glm_dcp_jax.engine.logit_rules import LogitRules
 from glm_dcp_jax.engine.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
 from glm_dcp_jax.engine.sampling_params import SamplingParams
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One output of a request. tokens: prompt and output so far; computed: how many of them the cache holds.
+    """One output of a request, and where it stands.
 
-    limit: length at which it ends. seed: of its randomness.
+    tokens: prompt and output so far. limit: length at which it ends. seed: of its randomness. priority: lower runs
+    first; arrival: then the earlier. leader: the sequence that computes the prompt they share. keys: of its full
+    blocks, for the prefix cache. rules: what sampling needs the host for.
+
+    computed: tokens that the cache holds or that a step under way puts there. in_flight: steps under way that will
+    bring it tokens. slot: its place in the device's state while it runs; fed: whether that place knows its last token.
+    promised, delivered: blocks up to which others wait for it, and up to which they need not any more. preemptions: how
+    often it lost its pages.
     """
 
     index: int
@@ -21,12 +30,26 @@ class Sequence:
     limit: int
     seed: int
     params: SamplingParams
-    detokenizer: Detokenizer | None
+    detokenizer: Detokenizer | None = None
+    priority: int = 0
+    arrival: int = 0
+    leader: "Sequence | None" = None
+    keys: BlockKeys | None = None
+    rules: LogitRules | None = None
     computed: int = 0
+    in_flight: int = 0
     table: PageTable | None = None
+    slot: int = -1
+    fed: bool = False
+    promised: int = 0
+    delivered: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    drafts: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
     cumulative_logprob: float = 0.0
 
     @property
@@ -42,12 +65,14 @@ class Sequence:
     @property
     def prefilling(self) -> bool:
         """Whether more than the last token is still to be computed."""
-        return len(self.tokens) - self.computed > 1 or self.computed == 0
+        return len(self.tokens) - self.computed > 1
 
     def append(self, token: int, eos: frozenset[int]) -> None:
         """Take a sampled token; end the sequence on a stop token, a stop string, or its length."""
         self.tokens.append(token)
         params = self.params
+        if self.rules is not None:
+            self.rules.append(token)
         is_stop = token in (params.stop_token_ids or ())
         if is_stop or (token in eos and not params.ignore_eos):
             self.finish_reason, self.stop_reason = "stop", token if is_stop else None
@@ -91,10 +116,13 @@ class Request:
 
     def output(self) -> RequestOutput:
         """The request's outputs so far."""
+        first = self.sequences[0]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
             outputs=[sequence.output() for sequence in self.sequences],
             finished=self.finished,
+            prompt_logprobs=first.prompt_logprobs if first.params.prompt_logprobs is not None else None,
+            num_cached_tokens=first.cached_tokens,
         )

@@ -35,25 +35,42 @@ PREFILL_PATHS: dict[str, PathMaker] = {"context": ContextPrefill, "queries": Que
 _FLOW_SPECS = Flow(P(), Moved(P(), P(), P()), P(TENSOR_AXES))
 
 
-class StepShape(NamedTuple):
-    """What a step is compiled for. rows: requests x rows each. pages: width of page tables. logits: rows asked for."""
+class BlockShape(NamedTuple):
+    """A block of requests x rows. pages: width of its page table."""
 
     kind: Kind
     requests: int
     rows: int
     pages: int
+
+    @property
+    def total_rows(self) -> int:
+        """Rows of all requests."""
+        return self.requests * self.rows
+
+
+class StepShape(NamedTuple):
+    """What a step is compiled for: its blocks, whose rows lie in a line, and how many rows' logits are asked for."""
+
+    blocks: tuple[BlockShape, ...]
     logits: int
     capture: bool = False
+
+    @property
+    def total_rows(self) -> int:
+        """Rows of all blocks."""
+        return sum(block.total_rows for block in self.blocks)
 
 
 class StepOutput(NamedTuple):
     """logits: [M, V] float32 of the asked rows. pools: of each segment. finite: [T], rows without NaN or infinity.
 
-    moved: a Moved, over all groups. selection_hash: [tp] uint32, what each device selected in decode. When captured,
-    else None: embedded [T, H], and a GroupTrace per stage.
+    hidden: [T, H], behind the final norm. moved: a Moved, over all groups. selection_hash: [tp] uint32, what each
+    device selected in decode. When captured, else None: embedded [T, H], and a GroupTrace per stage.
     """
 
     logits: Any
+    hidden: Any
     pools: tuple[Pools, ...]
     finite: Any
     moved: Any
@@ -74,9 +91,9 @@ class Step(NamedTuple):
     readers: tuple[tuple[int, ...], ...]
 
     def __call__(
-        self, leaves: tuple[Any, ...], pools: tuple[Pools, ...], block: Block, logit_rows: Any
+        self, leaves: tuple[Any, ...], pools: tuple[Pools, ...], blocks: tuple[Block, ...], logit_rows: Any
     ) -> StepOutput:
-        """Start all programs, one behind the other. pools are donated.
+        """Start all programs, one behind the other. pools are donated. logit_rows: into the rows of all blocks.
 
         leaves: the parameters' arrays alone, as `leaves_of` gives them: walking nnx's tree at every step takes longer
         than starting the step.
@@ -84,12 +101,13 @@ class Step(NamedTuple):
         flow: Any = None
         outs = []
         for program, reads, own in zip(self.programs, self.readers, pools, strict=True):
-            out = program(tuple(leaves[at] for at in reads), own, flow, block, logit_rows)
+            out = program(tuple(leaves[at] for at in reads), own, flow, blocks, logit_rows)
             flow = out.flow
             outs.append(out)
         captured = outs[0].traces is not None
         return StepOutput(
             outs[-1].logits,
+            outs[-1].hidden,
             tuple(out.pools for out in outs),
             outs[-1].finite,
             flow.moved,
@@ -101,12 +119,12 @@ class Step(NamedTuple):
 
 @dataclass
 class CompiledSteps:
-    """Steps by shape, compiled when first asked for. path: which attention path a step of some shape takes."""
+    """Steps by shape, compiled when first asked for. path: which attention path a block of some shape takes."""
 
     mesh: Mesh
     shape: NetworkShape
     settings: AttentionSettings
-    path: Callable[[StepShape], str]
+    path: Callable[[BlockShape], str]
     _steps: dict[StepShape, Step] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -144,13 +162,11 @@ class CompiledSteps:
         self, wanted: StepShape, parameters: Any, pools: tuple[Pools, ...]
     ) -> tuple[jax.stages.Lowered, ...]:
         """The step's lowered programs; arguments may be arrays or ShapeDtypeStructs with shardings."""
-        requests, rows, pages = wanted.requests, wanted.rows, wanted.pages
-        ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
-        block = Block(ints(requests, rows), ints(requests, rows), ints(requests, pages))
+        blocks = tuple(block_of(block) for block in wanted.blocks)
         leaves, flow, lowered = leaves_of(parameters), None, []
         for number, (reads, own) in enumerate(zip(self.readers, pools, strict=True)):
             program = jax.jit(self._segment(wanted, number), donate_argnums=1)
-            arguments = tuple(leaves[at] for at in reads), own, flow, block, ints(wanted.logits)
+            arguments = tuple(leaves[at] for at in reads), own, flow, blocks, _ints(wanted.logits)
             lowered.append(program.lower(*arguments))
             flow = jax.tree.map(self._as_argument, lowered[-1].out_info.flow, _FLOW_SPECS)
         return tuple(lowered)
@@ -160,8 +176,9 @@ class CompiledSteps:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec))
 
     def _segment(self, wanted: StepShape, number: int) -> Any:
-        """One segment's function of (its leaves, its pools, flow, block, logit_rows)."""
-        path, settings, reads = self._path(wanted), self.settings, self.readers[number]
+        """One segment's function of (its leaves, its pools, flow, blocks, logit_rows)."""
+        settings, reads = self.settings, self.readers[number]
+        paths = tuple(self.path_of(block) for block in wanted.blocks)
         definition = self.shape.definition
         tree = jax.tree.structure(self.shape.parameters)
         all_specs = jax.tree.leaves(self.shape.specs, is_leaf=lambda leaf: isinstance(leaf, P))
@@ -171,15 +188,13 @@ class CompiledSteps:
             leaves: tuple[Array, ...],
             pools: Pools,
             flow: Flow | None,
-            block: Block,
+            blocks: tuple[Block, ...],
             logit_rows: Int[Array, " M"],
         ) -> SegmentOutput:
             present = dict(zip(reads, leaves, strict=True))
             everything = [present.get(at) for at in range(len(all_specs))]
             network = nnx.merge(definition, jax.tree.unflatten(tree, everything))
-            return network.segment(
-                number, flow, pools, (block,), logit_rows, (path,), settings, wanted.capture
-            )
+            return network.segment(number, flow, pools, blocks, logit_rows, paths, settings, wanted.capture)
 
         return jax.shard_map(
             on_device,
@@ -191,10 +206,21 @@ class CompiledSteps:
                 P(),
                 P(),
             ),
-            out_specs=SegmentOutput(_FLOW_SPECS, of_pools, P(), P(), P(), P()),
+            out_specs=SegmentOutput(_FLOW_SPECS, of_pools, P(), P(), P(), P(), P()),
             check_vma=False,
         )
 
-    def _path(self, wanted: StepShape) -> AttentionPath:
-        paths = DECODE_PATHS if wanted.kind == "decode" else PREFILL_PATHS
-        return paths[self.path(wanted)](self.settings)
+    def path_of(self, block: BlockShape) -> AttentionPath:
+        """How a block of this shape attends."""
+        paths = DECODE_PATHS if block.kind == "decode" else PREFILL_PATHS
+        return paths[self.path(block)](self.settings)
+
+
+def block_of(shape: BlockShape) -> Block:
+    """A block as ShapeDtypeStructs."""
+    requests, rows, pages = shape.requests, shape.rows, shape.pages
+    return Block(_ints(requests, rows), _ints(requests, rows), _ints(requests, pages))
+
+
+def _ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)

@@ -10,19 +10,20 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from glm_dcp_jax.cache.placement import Layout
 from glm_dcp_jax.cache.pools import Pools
 from glm_dcp_jax.config import ModelConfig, Run
 from glm_dcp_jax.config.schedule import segments_of
-from glm_dcp_jax.kernels.records import unpack_records
 from glm_dcp_jax.model.elementary import rms_norm, rope_angles
 from glm_dcp_jax.model.group import GroupOutput, ShareGroup, StepContext
+from glm_dcp_jax.model.mtp import MultiTokenPrediction, Prediction
 from glm_dcp_jax.model.parameters import Maker
+from glm_dcp_jax.model.rows import Rows
 from glm_dcp_jax.parallel.attention import AttentionPath, AttentionSettings, Moved
-from glm_dcp_jax.parallel.batch import Block
+from glm_dcp_jax.parallel.batch import Block, Selection
 from glm_dcp_jax.parallel.index_selection import selection_hash
-from glm_dcp_jax.parallel.mesh import DCP, TENSOR_AXES
+from glm_dcp_jax.parallel.mesh import TENSOR_AXES
 from glm_dcp_jax.parallel.sharding import spec_of
+from glm_dcp_jax.parallel.vocabulary import highest
 
 
 class Flow(NamedTuple):
@@ -39,7 +40,7 @@ class Flow(NamedTuple):
 
 class SegmentOutput(NamedTuple):
     """flow, pools: for the next segment, and the next step. After the last segment logits: [M, V] float32 of the asked
-    rows, and finite: [T], rows without NaN or infinity.
+    rows, hidden: [T, H], normed, and finite: [T], rows without NaN or infinity.
 
     When captured: embedded [T, H] before the first segment, and a GroupTrace per stage. What is not there is None.
     """
@@ -47,6 +48,7 @@ class SegmentOutput(NamedTuple):
     flow: Flow
     pools: Pools
     logits: Any = None
+    hidden: Any = None
     finite: Any = None
     embedded: Any = None
     traces: Any = None
@@ -56,7 +58,7 @@ class Network(nnx.Module):
     """All weights. Each stage is one ShareGroup; weights of several equal groups are stacked on a leading axis.
 
     segments: the stages of each part of the network that is compiled as a program of its own. group_values: see
-    LatentAttention.
+    LatentAttention. mtp: whether there is an MTP layer, which no segment runs.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Network(nnx.Module):
         tp: int,
         segments: tuple[tuple[Run, ...], ...],
         group_values: bool = False,
+        mtp: bool = False,
     ) -> None:
         self.config, self.segments = config, segments
         make = Maker(dtype, tp)
@@ -79,6 +82,7 @@ class Network(nnx.Module):
         self.norm = make.weight("model.norm.weight", (config.hidden_size,))
         head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
         self.head = make.weight(head, table, ("vocab", None))
+        self.mtp = MultiTokenPrediction(config, make, group_values) if mtp else None
 
     def segment(
         self,
@@ -95,19 +99,19 @@ class Network(nnx.Module):
 
         flow: None for the first segment, which embeds the rows. pools: of the segment's layers alone.
         """
-        tokens, positions, slots, index_slots = _rows(blocks, settings)
+        rows = Rows.of(blocks, settings)
         embedded = None
         if flow is None:
             with jax.named_scope("embed"):
-                embedded = self.embed(tokens)
+                embedded = self.embed(rows.tokens)
             flow = Flow(embedded, Moved.nothing(), jnp.zeros(1, jnp.uint32))
         config, runs = self.config, self.segments[number]
         context = StepContext(
             settings,
             blocks,
             paths,
-            rope_angles(positions, config.qk_rope_head_dim, config.rope_theta),
-            index_slots,
+            rope_angles(rows.positions, config.qk_rope_head_dim, config.rope_theta),
+            rows.index_slots,
             runs[0].first_layer,
             runs[0].first_full,
         )
@@ -120,13 +124,7 @@ class Network(nnx.Module):
             records.append(out.records)
             traces.append(out.trace)
             hashes.append(out.selection_hash)
-        # The write must wait for the last layer's read of the pool, else XLA copies the pool. Only a dependency that it
-        # cannot fold away orders them; this one also keeps records of a row that went non-finite out of the cache.
-        finite = jnp.isfinite(x).all(axis=1)
-        kept, encoded = jnp.where(finite, slots, -1), jnp.concatenate(records)
-        with jax.named_scope("commit"):
-            every_layer = jnp.arange(encoded.shape[0])
-            ckv = unpack_records(pools.ckv, every_layer, kept, encoded, settings.kernels)
+        ckv, finite = rows.commit(pools.ckv, jnp.concatenate(records), x, settings)
         combined = selection_hash(jnp.concatenate(hashes))[None]
         done = SegmentOutput(Flow(x, moved, combined), Pools(ckv, index_keys))
         if capture:
@@ -134,7 +132,24 @@ class Network(nnx.Module):
         if number + 1 < len(self.segments):
             return done
         with jax.named_scope("head"):
-            return done._replace(logits=self.logits(x[logit_rows]), finite=finite)
+            normed = rms_norm(x, self.norm[...], config.rms_norm_eps)
+            return done._replace(logits=self.logits(normed[logit_rows]), hidden=normed, finite=finite)
+
+    def predict(
+        self,
+        hidden: Float[Array, "T H"],
+        pools: Pools,
+        blocks: tuple[Block, ...],
+        paths: tuple[AttentionPath, ...],
+        settings: AttentionSettings,
+        chosen: tuple[Selection, ...] | None = None,
+    ) -> Prediction:
+        """The MTP layer over all blocks' rows, whose tokens are the next ones; see MultiTokenPrediction."""
+        assert self.mtp is not None, "the network was made without an MTP layer"
+        rows = Rows.of(blocks, settings)
+        with jax.named_scope("embed"):
+            embedded = self.embed(rows.tokens)
+        return self.mtp(embedded, hidden, rows, pools, blocks, paths, settings, chosen)
 
     def embed(self, tokens: Int[Array, " T"]) -> Float[Array, "T H"]:
         """Look up this rank's part of the vocabulary and sum over all ranks."""
@@ -144,12 +159,18 @@ class Network(nnx.Module):
         found = jnp.where(here[:, None], table[jnp.where(here, local, 0)], 0)
         return jax.lax.psum(found, TENSOR_AXES)
 
-    def logits(self, x: Float[Array, "M H"]) -> Float[Array, "M V"]:
-        """Final norm and output head, float32, gathered from all ranks."""
-        normed = rms_norm(x, self.norm[...], self.config.rms_norm_eps)
-        part = jnp.einsum("mh,vh->mv", normed, self.head[...], preferred_element_type=jnp.float32)
-        whole = jax.lax.all_gather(part, TENSOR_AXES, axis=1, tiled=True)
+    def logits(self, normed: Float[Array, "M H"]) -> Float[Array, "M V"]:
+        """Output head, float32, gathered from all ranks. normed: what the final norm gave."""
+        whole = jax.lax.all_gather(self._own_logits(normed), TENSOR_AXES, axis=1, tiled=True)
         return whole[:, : self.config.vocab_size]
+
+    def greedy(self, normed: Float[Array, "M H"]) -> Int[Array, " M"]:
+        """The token of each row's highest logit, without gathering logits."""
+        return highest(self._own_logits(normed), self.config.vocab_size)
+
+    def _own_logits(self, normed: Float[Array, "M H"]) -> Float[Array, "M v"]:
+        """float32 logits of this rank's part of the vocabulary, padding included."""
+        return jnp.einsum("mh,vh->mv", normed, self.head[...], preferred_element_type=jnp.float32)
 
 
 def _stacked(run: Run) -> int | None:
@@ -160,31 +181,6 @@ def _stacked(run: Run) -> int | None:
 def _rank() -> Int[Array, ""]:
     """This device's index among all tensor-parallel ranks."""
     return jax.lax.axis_index(TENSOR_AXES)
-
-
-def _rows(blocks: tuple[Block, ...], settings: AttentionSettings) -> tuple[Array, Array, Array, Array]:
-    """tokens, positions, own CKV slots and own index-key slots of all blocks' rows in a line."""
-    layout, index_layout = settings.layout, settings.layout.index_layout
-    rank = jax.lax.axis_index(DCP)
-    part = jax.lax.rem(rank, index_layout.world)
-    slots = [_own_slots(block, layout, rank) for block in blocks]
-    index_slots = [_own_slots(block, index_layout, part) for block in blocks]
-    tokens = [block.tokens.reshape(-1) for block in blocks]
-    positions = [block.positions.reshape(-1) for block in blocks]
-    return (
-        jnp.concatenate(tokens),
-        jnp.concatenate(positions),
-        jnp.concatenate(slots),
-        jnp.concatenate(index_slots),
-    )
-
-
-def _own_slots(block: Block, layout: Layout, owner: Int[Array, ""]) -> Int[Array, " T"]:
-    """Where each row of the block goes in this owner's pool; -1: it is another's, or padding."""
-    page_index = jnp.maximum(layout.page_index(block.positions), 0)
-    pages = jnp.take_along_axis(block.page_table, page_index, axis=1)
-    mine = block.valid & (layout.owner(block.positions) == owner)
-    return jnp.where(mine, layout.slot(block.positions, pages), -1).reshape(-1)
 
 
 def _run(
@@ -240,13 +236,15 @@ class NetworkShape(NamedTuple):
     """The network before any array exists.
 
     definition: the nnx graph. parameters: nnx.State of ShapeDtypeStructs. specs: a PartitionSpec for each parameter.
-    segments: the stages of each part that is compiled as a program of its own.
+    segments: the stages of each part that is compiled as a program of its own. mtp_layer: the MTP layer's number; None
+    where there is none.
     """
 
     definition: Any
     parameters: Any
     specs: Any
     segments: tuple[tuple[Run, ...], ...]
+    mtp_layer: int | None = None
 
     @property
     def stages(self) -> tuple[Run, ...]:
@@ -254,12 +252,24 @@ class NetworkShape(NamedTuple):
         return tuple(run for segment in self.segments for run in segment)
 
     def segment_of(self, path: tuple) -> int:
-        """The segment that reads the parameter at this path of the tree."""
+        """The segment that reads the parameter at this path of the tree; -1 for the MTP layer's, which none reads."""
         keys = keys_of(path)
+        if keys[0] == "mtp":
+            return -1
         if keys[0] == "stages":
             ends = itertools.accumulate(len(segment) for segment in self.segments)
             return next(number for number, end in enumerate(ends) if keys[1] < end)
         return 0 if keys[0] == "embedding" else len(self.segments) - 1
+
+    def layers_of(self, path: tuple) -> tuple[int | None, ...]:
+        """The layer of each group that the parameter at this path is stacked of; (None,) outside of layers."""
+        keys = keys_of(path)
+        if keys[0] == "mtp":
+            return (self.mtp_layer,)
+        if keys[0] != "stages":
+            return (None,)
+        run = self.stages[keys[1]]
+        return tuple(run.layer(group, keys[3]) for group in range(run.num_groups))
 
     def on(self, mesh: Mesh) -> Any:
         """The parameters' shapes with their shardings on a mesh: what ahead-of-time compilation needs."""
@@ -283,16 +293,21 @@ def keys_of(path: tuple) -> list:
 
 
 def abstract_network(
-    config: ModelConfig, dtype: Any, tp: int, num_segments: int = 1, group_values: bool = False
+    config: ModelConfig,
+    dtype: Any,
+    tp: int,
+    num_segments: int = 1,
+    group_values: bool = False,
+    mtp: bool = False,
 ) -> NetworkShape:
     """Shapes first: what parameters there are, and how each lies on the mesh.
 
     Raises ConfigError for more segments than share groups.
     """
     segments = segments_of(config.runs, num_segments)
-    network = nnx.eval_shape(lambda: Network(config, dtype, tp, segments, group_values))
+    network = nnx.eval_shape(lambda: Network(config, dtype, tp, segments, group_values, mtp))
     definition, parameters = nnx.split(network)
     specs = jax.tree.map(
         lambda variable: spec_of(variable.get_metadata("axes")), parameters, is_leaf=is_variable
     )
-    return NetworkShape(definition, parameters, specs, segments)
+    return NetworkShape(definition, parameters, specs, segments, config.num_hidden_layers if mtp else None)

@@ -11,7 +11,7 @@ from typing import Any
 from glm_dcp_jax.config import CacheConfig, ConfigError, EngineConfig, ModelConfig, ParallelConfig
 from glm_dcp_jax.config.engine import at_least, one_of
 from glm_dcp_jax.engine.blueprint import Blueprint
-from glm_dcp_jax.engine.steps import StepShape
+from glm_dcp_jax.engine.steps import BlockShape, StepShape
 from glm_dcp_jax.parallel.link import Link
 from glm_dcp_jax.parallel.mesh import make_mesh
 from glm_dcp_jax.plan import glm52
@@ -125,7 +125,8 @@ class DecodeStep:
     def compile(self) -> tuple[Compiled, ...]:
         """The step's programs through all of XLA's GPU compiler: about a minute of one core for 14 layers."""
         steps, pages = self.blueprint.steps, self.blueprint.layout.pages_for(self.context)
-        shape = StepShape("decode", self.requests, self.rows, pages, self.requests * self.rows)
+        block = BlockShape("decode", self.requests, self.rows, pages)
+        shape = StepShape((block,), block.total_rows)
         pools = self.blueprint.pools(self.requests * pages + 1)
         lowered = steps.lower(shape, self.blueprint.parameters(), pools)
         return tuple(compile_lowered(program, self.gpus, steps.compiler_options) for program in lowered)

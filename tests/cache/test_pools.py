@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,11 @@ from glm_dcp_jax.cache.placement import Layout
 from glm_dcp_jax.cache.pools import Pools, make_pools, pool_shapes
 from glm_dcp_jax.cache.records import RecordFormat
 from glm_dcp_jax.config import ModelConfig, ParallelConfig
-from glm_dcp_jax.engine.runner import Line, Runner
+from glm_dcp_jax.engine.batch import Line, make_batch, shape_of
+from glm_dcp_jax.engine.runner import Runner
+from glm_dcp_jax.engine.sampling_params import SamplingParams
+from glm_dcp_jax.engine.scheduler import Decode, Work
+from glm_dcp_jax.engine.sequence import Sequence
 from glm_dcp_jax.parallel.mesh import make_mesh
 
 sys.path.append(str(Path(__file__).parents[1] / "engine"))
@@ -101,6 +106,15 @@ def runner(request, devices, tmp_path_factory) -> Runner:
     return llm.engine.runner
 
 
+def decode(runner: Runner, tokens: list[int], pages: tuple[int, ...]) -> None:
+    """A decode step of one sequence, whose last token is not in the cache yet."""
+    greedy = SamplingParams(temperature=0)
+    sequence = Sequence(0, list(tokens), len(tokens), len(tokens) + 5, 0, greedy, slot=0)
+    sequence.table = SimpleNamespace(pages=list(pages))
+    work = Work(decodes=[Decode(sequence, len(tokens))])
+    runner.launch(make_batch(work, shape_of(work, runner.buckets), runner.idle_slot, vocab_size=512))
+
+
 def written(pool: jax.Array) -> set[int]:
     """Slots of a pool in which any layer holds anything."""
     return set(np.flatnonzero(np.asarray(pool).any(axis=(0, 2))).tolist())
@@ -130,7 +144,7 @@ class TestSteps:
         assert (written(runner.pools[0].ckv), written(runner.pools[0].index_keys)) == self.expected(
             runner, 13
         )
-        runner.decode([Line(self.TOKENS[13:14], 13, self.TABLE)])
+        decode(runner, self.TOKENS[:14], self.TABLE)
         assert (written(runner.pools[0].ckv), written(runner.pools[0].index_keys)) == self.expected(
             runner, 14
         )
@@ -160,7 +174,7 @@ class TestSteps:
         runner.reset_pools()
         for step in (
             lambda: runner.prefill([Line(self.TOKENS, 0, self.TABLE)]),
-            lambda: runner.decode([Line([7], 19, self.TABLE)]),
+            lambda: decode(runner, [*self.TOKENS, 7], self.TABLE),
         ):
             (before,) = runner.pools
             step()

@@ -239,7 +239,7 @@ class TestDeath:
         async def many() -> list[BaseException]:
             tasks = [asyncio.create_task(all_of(mortal, PROMPT, LONG, str(n))) for n in range(6)]
             await until(lambda: mortal.stats().running == 4)
-            monkeypatch.setattr(mortal._engine.runner, "decode", fail)
+            monkeypatch.setattr(mortal._engine.runner, "launch", fail)
             return await asyncio.gather(*tasks, return_exceptions=True)
 
         slow_down(mortal, monkeypatch)

@@ -7,10 +7,7 @@ from hypothesis import strategies as st
 from glm_dcp_jax.cache.placement import Layout
 from glm_dcp_jax.config import SchedulerConfig
 from glm_dcp_jax.engine.buckets import Buckets, ladder, rung
-from glm_dcp_jax.engine.sampling_params import SamplingParams
-from glm_dcp_jax.engine.scheduler import Scheduler, Work
-from glm_dcp_jax.engine.sequence import Sequence
-from glm_dcp_jax.engine.steps import StepShape
+from glm_dcp_jax.engine.steps import BlockShape, StepShape
 
 paddings = st.none() | st.sets(st.integers(1, 20000), min_size=1, max_size=4).map(lambda s: tuple(sorted(s)))
 
@@ -55,11 +52,11 @@ class TestDefaults:
         assert self.BUCKETS.decode_contexts == (4096, 16384, 65536, 131072)
 
     def test_a_decode_step(self):
-        assert self.BUCKETS.decode(5, 5000) == StepShape("decode", 16, 1, 64, 16)
+        assert self.BUCKETS.decode(5, 5000) == StepShape((BlockShape("decode", 16, 1, 64),), 16)
 
     def test_a_prefill_step_gives_logits_of_last_rows_or_of_all(self):
-        assert self.BUCKETS.prefill(1, 100, 100) == StepShape("prefill", 1, 256, 4, 1)
-        assert self.BUCKETS.prefill(2, 100, 100) == StepShape("prefill", 4, 256, 4, 4)
+        assert self.BUCKETS.prefill(1, 100, 100) == StepShape((BlockShape("prefill", 1, 256, 4),), 1)
+        assert self.BUCKETS.prefill(2, 100, 100) == StepShape((BlockShape("prefill", 4, 256, 4),), 4)
         assert self.BUCKETS.prefill(1, 100, 100, all_logits=True).logits == 256
         assert self.BUCKETS.prefill(1, 100, 100, capture=True).capture
 
@@ -84,53 +81,44 @@ class TestGivenSizes:
 
 @settings(max_examples=300, deadline=None)
 @given(engines(), st.data())
-def test_every_step_within_the_limits_finds_a_shape_that_holds_it(engine, data):
+def test_every_step_within_the_limits_finds_a_known_shape_that_holds_it(engine, data):
     buckets, config, max_model_len, layout = engine
+    known = buckets.all()
+    assert len(set(known)) == len(known)
     requests = data.draw(st.integers(1, config.max_num_seqs))
     context = data.draw(st.integers(1, max_model_len))
-    decode = buckets.decode(requests, context)
-    assert (decode.kind, decode.rows, decode.logits) == ("decode", 1, decode.requests)
+    rows = data.draw(st.integers(1, min(buckets.largest_chunk, context)))
+    for mixed in (False, True):
+        several = buckets.lines_fit(rows, context, mixed)
+        lines = data.draw(st.integers(1, buckets.prefill_lines if several else 1))
+        if mixed:
+            shape = buckets.mixed(requests, max_model_len, lines, rows, context)
+            decode, prefill = shape.blocks
+            assert decode.requests >= requests and decode.pages >= layout.pages_for(max_model_len)
+            assert shape.logits == decode.total_rows + prefill.requests
+        else:
+            shape = buckets.prefill(lines, rows, context)
+            (prefill,) = shape.blocks
+            assert (shape.logits, shape.capture) == (prefill.requests, False)
+        assert shape in known and prefill.kind == "prefill"
+        assert lines <= prefill.requests <= config.max_num_seqs
+        assert rows <= prefill.rows and prefill.total_rows <= config.max_num_batched_tokens
+        assert layout.pages_for(context) <= prefill.pages <= layout.pages_for(max_model_len)
+    (decode,) = buckets.decode(requests, context).blocks
+    assert (decode.kind, decode.rows) == ("decode", 1) and buckets.decode(requests, context) in known
     assert requests <= decode.requests <= config.max_num_seqs
     assert layout.pages_for(context) <= decode.pages <= layout.pages_for(max_model_len)
 
-    lines = data.draw(st.integers(1, buckets.prefill_lines))
-    rows = data.draw(st.integers(1, min(buckets.largest_chunk, context)))
-    prefill = buckets.prefill(lines, rows, context)
-    assert (prefill.kind, prefill.logits, prefill.capture) == ("prefill", prefill.requests, False)
-    assert lines <= prefill.requests <= config.max_num_seqs
-    assert rows <= prefill.rows <= config.max_num_batched_tokens
-    assert layout.pages_for(context) <= prefill.pages <= layout.pages_for(max_model_len)
+
+def test_rows_of_drafts_are_part_of_a_decode_block():
+    buckets = Buckets.of(SchedulerConfig(max_num_seqs=4), 4096, Layout(64), drafts=3)
+    assert buckets.decode(3, 100) == StepShape((BlockShape("decode", 4, 4, 64),), 16)
 
 
-def shape_of(buckets: Buckets, work: Work) -> StepShape:
-    """The step that a runner would take for this work."""
-    ends = [s.computed + chunk for s, chunk in zip(work.sequences, work.chunks, strict=True)]
-    if work.kind == "decode":
-        return buckets.decode(len(ends), max(ends))
-    return buckets.prefill(len(ends), max(work.chunks), max(ends))
-
-
-@settings(max_examples=120, deadline=None)
-@given(engines(), st.data())
-def test_warm_up_knows_every_shape_that_serving_takes_and_steps_stay_within_their_budget(engine, data):
-    buckets, config, max_model_len, layout = engine
-    known = set(buckets.all())
-    assert len(known) == len(buckets.all())
-    scheduler = Scheduler(buckets, layout, 10**6, config.max_num_seqs)
-    lengths = st.integers(1, min(40, max_model_len - 1)) | st.integers(1, max_model_len - 1)
-    for length in data.draw(st.lists(lengths, min_size=1, max_size=8)):
-        limit = min(length + data.draw(st.integers(1, 3)), max_model_len)
-        scheduler.add(Sequence(0, [7] * length, length, limit, 0, SamplingParams(), None))
-    steps = 0
-    while (work := scheduler.next()) is not None and steps < 60:
-        steps += 1
-        shape = shape_of(buckets, work)
-        assert shape in known
-        if work.kind == "prefill":
-            assert shape.requests * shape.rows <= config.max_num_batched_tokens
-        for sequence, chunk in zip(work.sequences, work.chunks, strict=True):
-            sequence.computed += chunk
-            if sequence.computed == len(sequence.tokens):
-                sequence.append(9, frozenset())
-                if sequence.finish_reason:
-                    scheduler.remove(sequence)
+def test_steps_of_both_kinds_are_few():
+    """Their ladders have every other rung, a factor of 16; of requests that decode there is one size."""
+    buckets = Buckets.of(SchedulerConfig(max_num_seqs=64), 1_048_576, Layout(64, 8))
+    mixed = [shape.blocks for shape in buckets.all() if len(shape.blocks) == 2]
+    assert {decode.requests for decode, _ in mixed} == {64}
+    assert {prefill.rows for _, prefill in mixed} == {256, 2048}
+    assert len(mixed) < 40

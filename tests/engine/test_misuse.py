@@ -74,6 +74,22 @@ def test_an_interrupt_in_a_step_leaves_an_engine_that_can_be_used_again(director
     assert only(llm, PROMPT).token_ids == expected
 
 
+def test_an_interrupt_in_compute_logits_leaves_nothing_to_be_found(directory):
+    """What was remembered of earlier requests went with the pools."""
+    llm = tiny_llm(directory)
+    expected = only(llm, PROMPT).token_ids
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.engine.runner.steps, "get", lambda *_: interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.compute_logits(PROMPT)
+    check_idle(llm)
+    assert only(llm, PROMPT).token_ids == expected
+
+
 def test_threads_take_turns(llm):
     expected = [only(llm, [token]).token_ids for token in (1, 2, 3)]
     found: dict[int, list[int]] = {}

@@ -1,243 +1,286 @@
-"""The scheduler with a fake model behind it: order, reservation, fairness, and pages that always come back."""
+"""The scheduler with a fake model behind it: order, budget, sharing, preemption, and pages that always come back."""
 
-from itertools import pairwise
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm_dcp_jax.cache.placement import Layout
-from glm_dcp_jax.config import SchedulerConfig
-from glm_dcp_jax.engine.buckets import Buckets
-from glm_dcp_jax.engine.sampling_params import SamplingParams
-from glm_dcp_jax.engine.scheduler import Scheduler, Work
-from glm_dcp_jax.engine.sequence import Sequence
+from glm_dcp_jax.config import ConfigError, SchedulerConfig
+from glm_dcp_jax.engine.scheduler import Work
 
-MAX_MODEL_LEN = 64
-LAYOUT = Layout(block_size=4, world=2)  # pages of 8 tokens
+sys.path.append(str(Path(__file__).parent))
 
-
-def sequence(prompt: int, output: int = 4) -> Sequence:
-    """A sequence of this many prompt and output tokens."""
-    return Sequence(0, [7] * prompt, prompt, prompt + output, 0, SamplingParams(), None)
-
-
-class FakeEngine:
-    """Runs the scheduler's work without computing anything: every finished prompt and every decode gives a token."""
-
-    def __init__(self, pages: int = 100, max_num_seqs: int = 4, chunk: int = 16) -> None:
-        config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=chunk)
-        buckets = Buckets.of(config, MAX_MODEL_LEN, LAYOUT)
-        self.scheduler = Scheduler(buckets, LAYOUT, pages + 1, max_num_seqs)
-        self.max_num_seqs, self.chunk, self.pages = max_num_seqs, chunk, pages
-        self.works: list[Work] = []
-        self.finished: list[Sequence] = []
-
-    def add(self, *sequences: Sequence) -> None:
-        for each in sequences:
-            self.scheduler.add(each)
-
-    def step(self) -> Work | None:
-        work = self.scheduler.next()
-        self.check(work)
-        if work is None:
-            return None
-        self.works.append(work)
-        for each, chunk in zip(work.sequences, work.chunks, strict=True):
-            each.computed += chunk
-            assert each.computed <= len(each.tokens)
-            if each.computed == len(each.tokens):
-                each.append(9, frozenset())
-                if each.finish_reason:
-                    self.scheduler.remove(each)
-                    self.finished.append(each)
-        return work
-
-    def run(self) -> list[Work]:
-        """Steps until there is no work; all of them so far."""
-        while self.step() is not None:
-            assert len(self.works) < 10_000, "no end of work"
-        return self.works
-
-    def check(self, work: Work | None) -> None:
-        """What holds before every step."""
-        running, allocator = self.scheduler.running, self.scheduler.allocator
-        allocator.check()
-        assert len(running) <= self.max_num_seqs
-        held = [page for each in running for page in each.pages]
-        assert len(held) == len(set(held)) == allocator.num_used, "pages are shared or lost"
-        for each in running:
-            assert len(each.pages) == LAYOUT.pages_for(each.limit), "room for its longest length, and no more"
-        if work is None:
-            assert not running and not self.scheduler.waiting
-            return
-        assert work.sequences and set(work.sequences) <= set(running)
-        assert len(set(work.sequences)) == len(work.sequences) == len(work.chunks)
-        assert min(work.chunks) >= 1
-        if work.kind == "decode":
-            assert set(work.chunks) == {1}
-        else:
-            assert sum(work.chunks) <= self.chunk
+from fake_steps import FakeEngine
 
 
 def kinds(works: list[Work]) -> str:
-    return "".join(work.kind[0] for work in works)
+    """p: chunks alone, d: decode alone, m: both."""
+    return "".join("m" if work.decodes and work.chunks else "d" if work.decodes else "p" for work in works)
+
+
+def counts(works: list[Work]) -> list[tuple[int, ...]]:
+    return [tuple(chunk.count for chunk in work.chunks) for work in works if work.chunks]
 
 
 class TestOrder:
     def test_first_come_first_served(self):
         engine = FakeEngine(max_num_seqs=1)
-        requests = [sequence(3) for _ in range(4)]
+        requests = [engine.sequence(3) for _ in range(4)]
         engine.add(*requests)
         engine.run()
         assert engine.finished == requests
 
     def test_a_large_request_at_the_head_is_not_overtaken_by_small_ones_behind_it(self):
         engine = FakeEngine(pages=6)
-        running, large, small = sequence(20, 12), sequence(30, 10), sequence(2, 2)
+        running, large, small = engine.sequence(30, 10), engine.sequence(30, 10), engine.sequence(2, 2)
         engine.add(running, large, small)
         engine.step()
-        assert engine.scheduler.running == [running] and list(engine.scheduler.waiting) == [large, small]
+        assert list(engine.scheduler.running) == [running]
+        assert list(engine.scheduler.waiting) == [large, small]
         engine.run()
-        first_step = {
-            id(each): number
-            for number, work in reversed(list(enumerate(engine.works)))
-            for each in work.sequences
-        }
-        assert first_step[id(running)] < first_step[id(large)] <= first_step[id(small)]
+        assert engine.finished[0] is running
+
+    def test_the_lowest_priority_number_runs_first_and_of_equals_the_earlier(self):
+        engine = FakeEngine(max_num_seqs=1, scheduling_policy="priority")
+        requests = [engine.sequence(3, priority=priority) for priority in (2, 1, 1, 0)]
+        engine.add(*requests)
+        engine.run()
+        assert engine.finished == [requests[3], requests[1], requests[2], requests[0]]
+
+    def test_without_that_policy_priorities_say_nothing(self):
+        engine = FakeEngine(max_num_seqs=1)
+        requests = [engine.sequence(3, priority=priority) for priority in (2, 1, 0)]
+        engine.add(*requests)
+        engine.run()
+        assert engine.finished == requests
 
     def test_all_that_run_decode_together(self):
-        engine = FakeEngine(chunk=64)
-        engine.add(*(sequence(2, 3) for _ in range(4)))
+        engine = FakeEngine(max_num_batched_tokens=64)
+        engine.add(*(engine.sequence(2, 3) for _ in range(4)))
         assert kinds(engine.run()) == "pdd"
-        assert [len(work.sequences) for work in engine.works] == [4, 4, 4]
+        assert [len(work.decodes) for work in engine.works] == [0, 4, 4]
 
     def test_there_is_no_work_without_requests(self):
-        assert FakeEngine().step() is None
+        assert FakeEngine().step().is_empty
+
+    def test_an_unknown_policy_is_refused(self):
+        with pytest.raises(ConfigError, match="use one of fcfs, priority"):
+            SchedulerConfig(scheduling_policy="lpm")
 
 
 class TestPrefill:
     def test_long_prompts_come_in_chunks(self):
-        engine = FakeEngine(chunk=16)
-        engine.add(sequence(40, 1))
-        assert [work.chunks for work in engine.run()] == [(16,), (16,), (8,)]
+        engine = FakeEngine()
+        engine.add(engine.sequence(40, 1))
+        assert counts(engine.run()) == [(16,), (16,), (8,)]
+
+    def test_a_threshold_makes_them_shorter(self):
+        engine = FakeEngine(long_prefill_token_threshold=6)
+        engine.add(engine.sequence(15, 1))
+        assert counts(engine.run()) == [(6,), (6,), (3,)]
 
     @pytest.mark.parametrize("prompt", [1, 15, 16, 17, 33])
     def test_every_prompt_token_is_computed_once_and_every_output_token_but_the_last(self, prompt):
-        engine = FakeEngine(chunk=16)
-        one = sequence(prompt, 3)
+        engine = FakeEngine()
+        one = engine.sequence(prompt, 3)
         engine.add(one)
-        assert sum(sum(work.chunks) for work in engine.run()) == prompt + 2
+        works = engine.run()
+        assert sum(sum(chunks) for chunks in counts(works)) + sum(len(work.decodes) for work in works) == (
+            prompt + 2
+        )
         assert one.output_ids == [9, 9, 9] and one.finish_reason == "length"
 
     def test_short_prompts_share_a_step_within_the_token_budget(self):
-        engine = FakeEngine(chunk=64, max_num_seqs=8)
-        engine.add(*(sequence(length, 1) for length in (5, 16, 1, 9, 3)))
-        assert [work.chunks for work in engine.run()] == [(5, 16, 1, 9), (3,)]
+        engine = FakeEngine(max_num_batched_tokens=64, max_num_seqs=8)
+        engine.add(*(engine.sequence(length, 1) for length in (5, 16, 2, 9, 3)))
+        assert counts(engine.run()) == [(5, 16, 2, 9), (3,)]
 
     def test_a_long_prompt_is_not_padded_into_a_step_of_short_ones(self):
-        engine = FakeEngine(chunk=64, max_num_seqs=8)
-        engine.add(sequence(5, 1), sequence(40, 1), sequence(5, 1))
-        assert [work.chunks for work in engine.run()] == [(5,), (40,), (5,)]
+        engine = FakeEngine(max_num_batched_tokens=64, max_num_seqs=8)
+        engine.add(engine.sequence(5, 1), engine.sequence(40, 1), engine.sequence(5, 1))
+        assert counts(engine.run()) == [(5,), (40,), (5,)]
 
 
-class TestFairness:
-    def test_decode_goes_on_between_the_chunks_of_a_long_prompt(self):
-        engine = FakeEngine(chunk=8)
-        short = sequence(2, 6)
+class TestMixing:
+    def test_those_that_decode_come_first_and_chunks_take_the_rest_of_the_budget(self):
+        engine = FakeEngine(max_num_batched_tokens=8)
+        short = engine.sequence(2, 20)
         engine.add(short)
         engine.step()
-        engine.add(sequence(60, 1))
+        engine.add(engine.sequence(60, 1))
+        works = engine.run()
+        assert kinds(works[1:9]) == "mmmmmmmm" and counts(works[1:9]) == [(7,)] * 8
+        assert all(work.decodes for work in works[1:20]), "decode goes on beside the chunks of a long prompt"
+
+    def test_drafts_count(self):
+        engine = FakeEngine(max_num_batched_tokens=16, drafts=3)
+        first = engine.sequence(2, 40)
+        engine.add(first)
+        engine.step()
+        engine.add(engine.sequence(40, 1))
+        assert [chunk.count for chunk in engine.step().chunks] == [12]
+
+    def test_what_the_budget_does_not_hold_waits_for_its_turn(self):
+        engine = FakeEngine(max_num_batched_tokens=8, drafts=3)
+        requests = [engine.sequence(2, 9) for _ in range(4)]
+        engine.add(*requests)
         engine.run()
-        decodes = [number for number, work in enumerate(engine.works) if short in work.sequences]
-        assert all(later - earlier <= 2 for earlier, later in pairwise(decodes)), kinds(engine.works)
+        assert max(len(work.decodes) for work in engine.works) == 2
+        assert sorted(map(id, engine.finished)) == sorted(map(id, requests))
 
     def test_a_stream_of_new_prompts_does_not_stop_those_that_decode(self):
         engine = FakeEngine(max_num_seqs=3)
-        first = sequence(2, 20)
+        first = engine.sequence(2, 20)
         engine.add(first)
-        for _ in range(45):
-            engine.add(sequence(16, 1))
+        for _ in range(22):
+            engine.add(engine.sequence(16, 1))
             engine.step()
         assert first.finish_reason == "length"
 
-    def test_nor_do_decodes_stop_a_new_prompt(self):
-        engine = FakeEngine()
-        engine.add(*(sequence(2, 40) for _ in range(3)))
-        for _ in range(5):
-            engine.step()
-        late = sequence(16, 2)
-        engine.add(late)
-        engine.step()
-        engine.step()
-        assert late.output_ids
+
+class TestAhead:
+    def test_a_sequence_that_certainly_ends_is_not_decoded_again(self):
+        engine = FakeEngine(ahead=1)
+        engine.add(engine.sequence(5, 3))
+        assert kinds(engine.run()) == "pdd"
+
+    def test_the_tokens_are_those_of_steps_that_are_read_at_once(self):
+        outputs = []
+        for ahead in (0, 1):
+            engine = FakeEngine(ahead=ahead, pages=12)
+            requests = [engine.sequence(prompt, 9) for prompt in (3, 17, 20, 1)]
+            engine.add(*requests)
+            engine.run()
+            outputs.append([each.output_ids for each in requests])
+        assert outputs[0] == outputs[1]
 
 
-class TestPages:
-    def test_a_request_waits_until_its_longest_length_fits(self):
+class TestPreemption:
+    def test_the_last_in_rank_loses_its_pages_and_is_computed_anew(self):
         engine = FakeEngine(pages=5)
-        first, second = sequence(10, 14), sequence(10, 14)  # 3 pages each
+        first, second = engine.sequence(14, 20), engine.sequence(14, 20)
         engine.add(first, second)
-        while not first.finish_reason:
-            engine.step()
-            assert second.table is None and second.computed == 0
         engine.run()
-        assert engine.finished == [first, second] and len(second.output_ids) == 14
+        assert (first.preemptions, second.preemptions) == (0, 1) == (0, engine.scheduler.preemptions)
+        assert engine.finished == [first, second] and len(second.output_ids) == 20
 
-    def test_usage_counts_reserved_pages(self):
-        engine = FakeEngine(pages=10)
-        assert engine.scheduler.cache_usage == 0
-        engine.add(sequence(10, 14), sequence(1, 1))
-        engine.step()
-        assert engine.scheduler.cache_usage == pytest.approx(0.4)  # 3 pages and 1
+    def test_by_priority_the_least_important_one(self):
+        engine = FakeEngine(pages=5, scheduling_policy="priority")
+        first, second = engine.sequence(14, 20, priority=1), engine.sequence(14, 20, priority=0)
+        engine.add(first, second)
         engine.run()
-        assert engine.scheduler.cache_usage == 0
+        assert (first.preemptions > 0, second.preemptions) == (True, 0)
+
+    def test_a_reserve_keeps_a_new_one_out_while_others_need_pages(self):
+        engine = FakeEngine(pages=10, watermark=0.3)
+        first, second = engine.sequence(30, 20), engine.sequence(30, 20)  # 4 pages each, later 7
+        engine.add(first, second)
+        engine.run()
+        assert engine.scheduler.preemptions == 0 and engine.finished == [first, second]
 
     @pytest.mark.parametrize("steps", [0, 1, 2, 5])
-    def test_removing_a_request_frees_its_pages_wherever_it_is(self, steps):
-        engine = FakeEngine(pages=8, chunk=8)
-        requests = [sequence(20, 8), sequence(20, 8), sequence(20, 8)]  # 4 pages each: the third waits
+    @pytest.mark.parametrize("ahead", [0, 1])
+    def test_removing_a_request_frees_its_pages_wherever_it_is(self, steps, ahead):
+        engine = FakeEngine(pages=8, ahead=ahead)
+        requests = [engine.sequence(20, 8) for _ in range(3)]
         engine.add(*requests)
         for _ in range(steps):
             engine.step()
-        for count, each in enumerate(requests):
+        for each in requests:
             engine.scheduler.remove(each)
+            each.finish_reason = each.finish_reason or "abort"
             assert each.pages == [] and each not in engine.scheduler.running
             assert each not in engine.scheduler.waiting
-            assert engine.scheduler.allocator.num_used <= 8 - 4 * count
         assert engine.scheduler.allocator.num_used == 0
         engine.scheduler.remove(requests[0])  # once more does no harm
-        assert engine.step() is None
+        assert engine.step().is_empty
 
-    def test_a_removed_requests_pages_let_the_next_one_in(self):
-        engine = FakeEngine(pages=4)
-        first, second = sequence(20, 8), sequence(20, 8)
-        engine.add(first, second)
-        engine.step()
-        engine.scheduler.remove(first)
+
+class TestSharing:
+    PREFIX = list(range(40))
+
+    def test_a_prefix_is_computed_once_for_requests_that_come_together(self):
+        engine = FakeEngine(prefix_caching=True, max_num_seqs=32, pages=200)
+        requests = [engine.sequence([*self.PREFIX, 100 + number], 2) for number in range(32)]
+        engine.add(*requests)
+        works = engine.run()
+        computed = sum(sum(chunks) for chunks in counts(works))
+        assert computed == 41, "all others have one token left, which is a row that decodes"
+        assert [each.cached_tokens for each in requests] == [0] + [40] * 31
+
+    def test_those_whose_prefix_is_promised_do_not_hold_up_others(self):
+        engine = FakeEngine(prefix_caching=True, max_num_batched_tokens=64, long_prefill_token_threshold=8)
+        one, same = (engine.sequence([*self.PREFIX, number], 2) for number in (100, 101))
+        other = engine.sequence(3, 2)
+        engine.add(one, same, other)
         engine.run()
-        assert engine.finished == [second]
+        assert same.cached_tokens == 40 and engine.finished.index(other) < engine.finished.index(same)
+
+    def test_a_promise_ends_with_the_one_who_made_it(self):
+        engine = FakeEngine(prefix_caching=True)
+        one, same = (engine.sequence([*self.PREFIX, number], 2) for number in (100, 101))
+        engine.add(one, same)
+        engine.step()
+        engine.scheduler.remove(one)
+        one.finish_reason = "abort"
+        engine.run()
+        assert engine.finished == [same] and same.cached_tokens == 16, "the chunk that it did compute"
+
+    @pytest.mark.parametrize("prompt", [1, 7, 8, 9, 30])
+    @pytest.mark.parametrize("prefix_caching", [False, True])
+    @pytest.mark.parametrize("drafts", [0, 2])
+    def test_followers_share_their_leaders_prompt(self, prompt, prefix_caching, drafts):
+        engine = FakeEngine(prefix_caching=prefix_caching, drafts=drafts)
+        leader = engine.sequence(prompt, 6)
+        followers = [engine.sequence(leader.tokens, 6, leader=leader) for _ in range(3)]
+        engine.add(leader, *followers)
+        works = engine.run()
+        assert sum(sum(chunks) for chunks in counts(works)) == (prompt if prompt > 1 else 0)
+        assert [each.cached_tokens for each in followers] == [prompt - 1] * 3
+
+    def test_a_preempted_sequence_gets_back_what_is_still_there(self):
+        engine = FakeEngine(pages=6, prefix_caching=True)
+        first, second = engine.sequence(14, 26), engine.sequence(14, 20)
+        engine.add(first, second)
+        engine.run()
+        assert second.preemptions >= 1 and engine.prefixes.stats.hits > 0
+        assert len(second.output_ids) == 20
 
 
-@settings(max_examples=100, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(1, 50), st.integers(1, 14), st.integers(0, 6)), max_size=12),
-    st.integers(8, 20),
-    st.integers(1, 6),
-    st.integers(1, 70),
-)
-def test_any_load_is_served_to_its_end_and_leaves_no_page_behind(load, pages, max_num_seqs, chunk):
-    """load: prompt and output lengths, and how many steps pass before the next request comes."""
-    engine = FakeEngine(pages, max_num_seqs, chunk)
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_any_load_is_served_to_its_end_and_leaves_no_page_behind(data):
+    drafts = data.draw(st.sampled_from([0, 0, 1, 3]), "drafts")
+    engine = FakeEngine(
+        pages=data.draw(st.integers(8, 20), "pages"),
+        drafts=drafts,
+        ahead=data.draw(st.integers(0, 1), "ahead"),
+        prefix_caching=data.draw(st.booleans(), "prefix caching"),
+        max_num_seqs=data.draw(st.integers(1, 6), "running"),
+        max_num_batched_tokens=data.draw(st.integers(1 + drafts, 70), "budget"),
+        watermark=data.draw(st.sampled_from([0.0, 0.2]), "watermark"),
+        long_prefill_token_threshold=data.draw(st.sampled_from([0, 5]), "threshold"),
+        scheduling_policy=data.draw(st.sampled_from(["fcfs", "priority"]), "policy"),
+    )
     requests = []
-    for prompt, output, pause in load:
-        requests.append(sequence(prompt, output))
-        engine.add(requests[-1])
-        for _ in range(pause):
+    for _ in range(data.draw(st.integers(0, 12), "requests")):
+        start, prompt, output = (data.draw(st.integers(*bounds)) for bounds in ((0, 1), (1, 45), (1, 14)))
+        priority, n = data.draw(st.integers(0, 2)), data.draw(st.sampled_from([1, 1, 3]))
+        tokens = [start, *range(prompt - 1)]
+        leader = engine.sequence(tokens, output, priority=priority)
+        followers = [engine.sequence(tokens, output, priority=priority, leader=leader) for _ in range(n - 1)]
+        requests += [leader, *followers]
+        engine.add(leader, *followers)
+        for _ in range(data.draw(st.integers(0, 5), "pause")):
             engine.step()
+        if data.draw(st.integers(0, 9), "abort") == 0:
+            gone = requests.pop(data.draw(st.integers(0, len(requests) - 1)))
+            engine.scheduler.remove(gone)
+            gone.finish_reason = gone.finish_reason or "abort"
     engine.run()
-    assert sorted(map(id, engine.finished)) == sorted(map(id, requests))
-    assert all(len(each.tokens) == each.limit for each in requests)
-    assert engine.scheduler.allocator.num_used == 0
-    starts = [next(n for n, work in enumerate(engine.works) if each in work.sequences) for each in requests]
-    assert starts == sorted(starts)
+    ended = {id(each) for each in engine.finished}
+    assert all(id(each) in ended and len(each.tokens) == each.limit for each in requests)
+    assert engine.scheduler.allocator.num_used == 0 and not engine.scheduler._promised
+    engine.prefixes.check()

@@ -107,7 +107,7 @@ def test_heads_widths_and_vocabulary_are_split_over_all_devices(devices, golden:
 
 
 def test_loading_leaves_one_copy_of_the_weights_on_each_device(devices) -> None:
-    """Weights and pools are all that a loaded engine keeps on its devices."""
+    """Weights, pools, and a few numbers for each sequence are all that a loaded engine keeps on its devices."""
     devices(4)
     before = jax.live_arrays()  # kept, so that no new array gets the id of one of these
     config = engine_config(
@@ -124,5 +124,5 @@ def test_loading_leaves_one_copy_of_the_weights_on_each_device(devices) -> None:
         for shard in array.addressable_shards:
             held[shard.device] += shard.data.nbytes
     assert held == dict.fromkeys(
-        runner.mesh.devices.flat, bytes_on_a_device((runner.parameters, runner.pools))
+        runner.mesh.devices.flat, bytes_on_a_device((runner.parameters, runner.pools, runner._slots))
     )

@@ -149,22 +149,36 @@ def check_greedy(llm: LLM, model: str) -> None:
 def prefill_as_captured(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of `generate` go through the program that `compute_logits` uses: it need not compile another one."""
     runner = llm.engine.runner
-    real = runner.prefill
+    real = runner._run
 
-    def prefill(lines, all_logits=False, capture=False):
-        shape, out = real(lines, all_logits=True, capture=True)
-        if not all_logits:
-            last = [row * shape.rows + len(line.tokens) - 1 for row, line in enumerate(lines)]
-            out = out._replace(logits=np.asarray(out.logits)[last])
-        return shape, out
+    def run(shape, blocks, logit_rows):
+        if shape.blocks[0].kind == "decode" or shape.capture:
+            return real(shape, blocks, logit_rows)
+        every = shape._replace(logits=shape.total_rows, capture=True)
+        out = real(every, blocks, np.arange(shape.total_rows, dtype=np.int32))
+        return out._replace(logits=out.logits[logit_rows])
 
-    monkeypatch.setattr(runner, "prefill", prefill)
+    monkeypatch.setattr(runner, "_run", run)
+
+
+def prompts_first(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing decodes before all prompts are computed: steps of both are programs more, and have tests of their own."""
+    scheduler = llm.engine.scheduler
+    real = scheduler._decode
+
+    def decode(work, budget):
+        if scheduler.waiting or any(sequence.prefilling for sequence in scheduler.running):
+            return False
+        return real(work, budget)
+
+    monkeypatch.setattr(scheduler, "_decode", decode)
 
 
 def check(case: dict, monkeypatch: pytest.MonkeyPatch, everything: bool = False) -> None:
     # Which form prefill takes depends on the context's length; here every length takes the case's form.
     monkeypatch.setattr(prefill, "DENSE_CONTEXT", 10**6 if case["context_form"] == "mask" else 0)
     llm = load(case)
+    prompts_first(llm, monkeypatch)
     if not everything and case["chunk"] != WHOLE:
         prefill_as_captured(llm, monkeypatch)  # cases of a whole chunk use the program that serving uses
     check_greedy(llm, case["model"])

@@ -1,0 +1,75 @@
+"""What a step brought, sequence by sequence, once the host has read it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from glm_dcp_jax.engine.runner import Flight
+from glm_dcp_jax.engine.sampling import Scores
+from glm_dcp_jax.engine.scheduler import Work
+from glm_dcp_jax.engine.sequence import Sequence
+
+
+class Token(NamedTuple):
+    """A drawn token, and the asked row that it was drawn from."""
+
+    token: int
+    row: int
+
+
+@dataclass(frozen=True)
+class Landing:
+    """A sequence's part of a step. decoded: rows of it that are in the cache now and were not counted when it began.
+
+    end: tokens that the cache then holds, of a chunk; None where they follow from the tokens. drawn: its new tokens.
+    draws: whether it waited for any. healthy: no NaN or infinity.
+    """
+
+    sequence: Sequence
+    decoded: int
+    end: int | None
+    drawn: tuple[Token, ...]
+    draws: bool
+    healthy: bool
+
+
+class Landed(NamedTuple):
+    """A step's results on the host. scores: of asked rows, or None."""
+
+    landings: tuple[Landing, ...]
+    scores: Scores | None
+
+
+def land(work: Work, flight: Flight) -> Landed:
+    """Wait for a step's results."""
+    round, finite, scores = jax.device_get((flight.round, flight.finite, flight.scores))
+    rows = sum(block.total_rows for block in flight.shape.blocks if block.kind == "decode")
+    found = (*_decodes(work, round, finite[:rows]), *_chunks(work, flight, round, finite[rows:], rows))
+    return Landed(found, scores)
+
+
+def _decodes(work: Work, round: Any, finite: np.ndarray) -> Iterator[Landing]:
+    each = round.decoded.shape[1]
+    for line, (sequence, _) in enumerate(work.decodes):
+        count, first = int(round.accepted[line]), line * each
+        of_line = slice(first, first + count)
+        tokens = tuple(
+            Token(token, first + at) for at, token in enumerate(round.decoded[line, :count].tolist())
+        )
+        healthy = bool(finite[of_line].all() and round.healthy[of_line].all())
+        yield Landing(sequence, count, None, tokens, True, healthy)
+
+
+def _chunks(work: Work, flight: Flight, round: Any, finite: np.ndarray, first_row: int) -> Iterator[Landing]:
+    each = flight.shape.blocks[-1].rows
+    for line, chunk in enumerate(work.chunks):
+        row = first_row + line
+        healthy = bool(finite[line * each : line * each + chunk.count].all())
+        if not chunk.is_last:
+            yield Landing(chunk.sequence, 0, chunk.end, (), False, healthy)
+            continue
+        token = Token(int(round.first[line]), row)
+        yield Landing(chunk.sequence, 0, chunk.end, (token,), True, healthy and bool(round.healthy[row]))

@@ -1,0 +1,63 @@
+"""Requests that run together, share pages, lose them, and are started ahead: each gets what it gets alone."""
+
+import pytest
+from tiny import GREEDY, MIXED, changed, check_idle, generate, only, random_prompts, tiny_llm, tokens_of
+
+from glm_dcp_jax import LLM
+
+RANDOM = changed(GREEDY, temperature=0.8, top_p=0.9, seed=5)
+
+
+@pytest.fixture(scope="module")
+def plain(directory) -> LLM:
+    """One request at a time, read at once, and nothing is remembered."""
+    return tiny_llm(directory, async_scheduling=False, enable_prefix_caching=False)
+
+
+@pytest.mark.parametrize("params", [GREEDY, RANDOM, changed(RANDOM, presence_penalty=1.5, bad_words=["the"])])
+def test_a_mixed_load_gives_each_request_what_it_gets_alone(llm, plain, params):
+    """The penalty makes the engine wait for each token; without it steps are started ahead."""
+    together = tokens_of(generate(llm, MIXED, params))
+    assert together == [only(plain, prompt, params).token_ids for prompt in MIXED]
+
+
+def test_outputs_of_one_request_differ_from_one_another_and_not_from_a_rerun(llm, plain):
+    params = changed(RANDOM, n=3)
+    found = tokens_of(generate(llm, MIXED[:4], params))
+    assert found == tokens_of(generate(plain, MIXED[:4], params))
+    assert len({tuple(tokens) for tokens in found}) > len(found) // 2
+
+
+def test_who_loses_its_pages_goes_on_as_if_nothing_had_happened(directory, plain):
+    """Four requests that together need more pages than there are."""
+    prompts = random_prompts(20, 30, 25, 10, 17, seed=2)
+    params = changed(GREEDY, max_tokens=40)
+    short = tiny_llm(directory, num_gpu_blocks_override=25)
+    assert tokens_of(generate(short, prompts, params)) == [
+        only(plain, prompt, params).token_ids for prompt in prompts
+    ]
+    assert short.engine.stats().preemptions > 0
+    check_idle(short)
+    short.engine.scheduler.prefixes.check()
+
+
+@pytest.mark.parametrize("dcp", [1, 2, 4])
+def test_a_common_prefix_is_computed_once_and_counted_exactly(directory, devices, dcp):
+    devices(dcp)
+    llm = tiny_llm(
+        directory, tensor_parallel_size=dcp, decode_context_parallel_size=dcp, precompile_token_paddings=None
+    )
+    prefix = random_prompts(60, seed=3)[0]
+    prompts = [[*prefix, *tail] for tail in random_prompts(3, 5, 1, 9, 4, seed=4)]
+    outputs = generate(llm, prompts[:1]) + generate(llm, prompts[1:])
+    assert [output.num_cached_tokens for output in outputs] == [0, 60, 60, 60, 60]
+    again = generate(llm, prompts)
+    block = llm.engine.runner.layout.virtual_block
+    full = [(len(prompt) + GREEDY.max_tokens - 1) // block * block for prompt in prompts]
+    assert [output.num_cached_tokens for output in again] == [
+        min(len(prompt) - 1, kept) for prompt, kept in zip(prompts, full, strict=True)
+    ]
+    assert tokens_of(again) == tokens_of(outputs)
+    assert llm.engine.reset_prefix_cache()
+    assert generate(llm, prompts[:1])[0].num_cached_tokens == 0
+    check_idle(llm)
