@@ -18,7 +18,7 @@ from glm_dcp_jax.engine.logit_rules import LogitRules, bad_word_tokens
 from glm_dcp_jax.engine.outputs import Logprob, RequestOutput
 from glm_dcp_jax.engine.runner import Flight, Runner
 from glm_dcp_jax.engine.sampling import Scores
-from glm_dcp_jax.engine.sampling_params import SamplingParams, check_vocabulary
+from glm_dcp_jax.engine.sampling_params import ParameterError, SamplingParams, check_vocabulary
 from glm_dcp_jax.engine.scheduler import Scheduler, Work
 from glm_dcp_jax.engine.sequence import Request, Sequence
 from glm_dcp_jax.engine.tokenizer import Tokenizer
@@ -120,6 +120,8 @@ class Engine:
         ids = list(prompt_token_ids)
         self.check_prompt(ids)
         check_vocabulary(params, self.model_config.vocab_size)
+        if params.prompt_logprobs is not None:
+            raise ParameterError("prompt_logprobs", "prompt_logprobs are not available yet; leave them out")
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
         if request_id in self._requests:
