@@ -7,16 +7,22 @@ from glm_dcp_jax.config import ConfigError, ModelConfig
 GIB = 2**30
 
 
-def page_bytes(model: ModelConfig, layout: Layout, record: RecordFormat) -> int:
-    """Bytes of one page on each device: B own records a layer, and B * W / S index keys a Full layer."""
+def page_bytes(model: ModelConfig, layout: Layout, record: RecordFormat, mtp_layers: int = 0) -> int:
+    """Bytes of one page on each device: B own records a layer, and B * W / S index keys a Full layer.
+
+    mtp_layers: those that draft; each has B own records and B own index keys (`mtp_layout`).
+    """
     records = model.num_hidden_layers * layout.block_size * record.record_bytes
     index_keys = model.num_full_layers * layout.index_layout.block_size * record.index.key_bytes
-    return records + index_keys
+    drafting = mtp_layers * layout.block_size * (record.record_bytes + record.index.key_bytes)
+    return records + index_keys + drafting
 
 
-def pages_in(memory_bytes: int, model: ModelConfig, layout: Layout, record: RecordFormat) -> int:
+def pages_in(
+    memory_bytes: int, model: ModelConfig, layout: Layout, record: RecordFormat, mtp_layers: int = 0
+) -> int:
     """Pages (null page included) that memory_bytes per device hold. Raises ConfigError if not even two fit."""
-    each = page_bytes(model, layout, record)
+    each = page_bytes(model, layout, record, mtp_layers)
     pages = memory_bytes // each
     if pages < 2:
         raise ConfigError(

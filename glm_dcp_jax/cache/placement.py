@@ -12,7 +12,7 @@ With W ranks, interleave I and block size B, positions are dealt out I at a time
     offset         0 1 0 1 2 3 2 3 | 0 1 ...     local % B
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from glm_dcp_jax.config import ConfigError
@@ -116,6 +116,11 @@ class Layout:
         part r % S. With S = 1 the offset of a key is its position within the page.
         """
         return Layout(self.virtual_block // self.index_shards, self.index_shards, self.interleave)
+
+    @property
+    def mtp_layout(self) -> "Layout":
+        """The layout of the MTP layer's caches in the same pages: its index keys are in W parts, as its records."""
+        return replace(self, index_shards=self.world)
 
     def _local(self, position: Integers) -> Integers:
         stripe = position // (self.world * self.interleave)

@@ -6,6 +6,7 @@ from glm_dcp_jax.config.flags import FLAGS, REFUSED, Flag, engine_config
 from glm_dcp_jax.config.generation import SamplingDefaults, sampling_defaults
 from glm_dcp_jax.config.model import ModelConfig
 from glm_dcp_jax.config.schedule import Run
+from glm_dcp_jax.config.speculative import SpeculativeConfig
 
 __all__ = [
     "FLAGS",
@@ -19,6 +20,7 @@ __all__ = [
     "Run",
     "SamplingDefaults",
     "SchedulerConfig",
+    "SpeculativeConfig",
     "engine_config",
     "sampling_defaults",
 ]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from glm_dcp_jax.config.errors import ConfigError
+from glm_dcp_jax.config.speculative import SpeculativeConfig
 
 COMM_BACKENDS = ("ag_rs", "a2a")
 PREFILL_PATHS = ("auto", "context", "queries")
@@ -12,6 +13,7 @@ TRANSPORTS = ("auto", "ce", "direct")
 RECORD_FORMATS = ("auto", "float32", "bfloat16", "fp8", "fp8_e4m3", "fp8_ds_mla", "nvfp4_ds_mla")
 RECORD_ALIASES = {"fp8": "fp8_ds_mla", "fp8_e4m3": "fp8_ds_mla"}
 """What vLLM makes of a shorter name for models of this family."""
+SCHEDULING_POLICIES = ("fcfs", "priority")
 NVFP4_ROPE_DTYPES = ("bfloat16", "fp8")
 KERNELS = ("auto", "reference", "triton")
 GENERATION_CONFIGS = ("auto", "vllm")
@@ -106,6 +108,7 @@ class CacheConfig:
     num_gpu_blocks_override: int | None = None
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.92
+    enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
         block, interleave = self.block_size, self.cp_kv_cache_interleave_size
@@ -125,7 +128,10 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """Limits of one step. max_model_len None: as long as the model and the cache allow.
+    """Limits of one step, and of the line in front of it. max_model_len None: as long as the model and the cache allow.
+
+    long_prefill_token_threshold: most prompt tokens of one sequence in a step, 0: as many as fit. max_num_queued_*:
+    what may wait, None: any number. watermark: share of the pages that stays free when a sequence is admitted.
 
     precompile_*_paddings: the sizes steps are compiled for (requests of a decode step, rows of a prefill chunk),
     ascending; None: powers of 4. The limits themselves are always among them.
@@ -134,12 +140,25 @@ class SchedulerConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 2048
+    long_prefill_token_threshold: int = 0
+    scheduling_policy: str = "fcfs"
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
+    watermark: float = 0.01
+    async_scheduling: bool = True
     precompile_bs_paddings: tuple[int, ...] | None = None
     precompile_token_paddings: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         at_least("max_num_seqs", self.max_num_seqs, 1, MAX_SEQS)
         at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1, MAX_BATCHED_TOKENS)
+        at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0, MAX_BATCHED_TOKENS)
+        one_of("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
+        for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
+            if getattr(self, name) is not None:
+                at_least(name, getattr(self, name), 1)
+        if not 0.0 <= self.watermark < 1.0:
+            raise ConfigError(f"watermark {self.watermark} must be at least 0 and below 1")
         if self.max_model_len is not None:
             at_least("max_model_len", self.max_model_len, 2)  # a prompt of one token, and one of output
         _check_sizes("precompile_bs_paddings", self.precompile_bs_paddings)
@@ -148,12 +167,13 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything an engine is built from, besides the model's own config.json."""
+    """Everything an engine is built from, besides the model's own config.json. speculative: None for no drafts."""
 
     model: str
     parallel: ParallelConfig = ParallelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    speculative: SpeculativeConfig | None = None
     tokenizer: str | None = None
     skip_tokenizer_init: bool = False
     dtype: str = "auto"

@@ -18,6 +18,7 @@ from glm_dcp_jax.config.engine import (
     PREFILL_PATHS,
     PROJECT_FIRST,
     RECORD_FORMATS,
+    SCHEDULING_POLICIES,
     TRANSPORTS,
     CacheConfig,
     EngineConfig,
@@ -26,6 +27,7 @@ from glm_dcp_jax.config.engine import (
 )
 from glm_dcp_jax.config.errors import ConfigError
 from glm_dcp_jax.config.json_file import parse_json
+from glm_dcp_jax.config.speculative import SpeculativeConfig
 
 
 @dataclass(frozen=True)
@@ -85,10 +87,22 @@ FLAGS = (
     Flag("num_gpu_blocks_override", "number of pages, whatever memory would allow"),
     Flag("kv_cache_memory_bytes", "bytes per device for the cache (default on CPU: 256 MiB)"),
     Flag("gpu_memory_utilization", "share of a GPU's memory to use in all (GPU only)"),
-    Flag("max_num_seqs", "requests decoded together"),
-    Flag("max_num_batched_tokens", "prompt tokens of one prefill step"),
+    Flag("enable_prefix_caching", "share pages between requests that begin with the same tokens"),
+    Flag("max_num_seqs", "requests that run together"),
+    Flag("max_num_batched_tokens", "tokens of one step: of requests that decode, and of chunks of prompts"),
+    Flag("long_prefill_token_threshold", "prompt tokens of one request in a step; 0: as many as fit"),
+    Flag("scheduling_policy", "who is first: who came first, or by `priority`", SCHEDULING_POLICIES),
+    Flag("max_num_queued_reqs", "requests that may wait; more are refused with 503"),
+    Flag("max_num_queued_tokens", "prompt tokens that may wait; more are refused with 503"),
+    Flag("watermark", "share of the cache that stays free when a request is admitted, for those that run"),
+    Flag("async_scheduling", "start a step before the tokens of the one before it were read"),
     Flag("precompile_bs_paddings", "batch sizes to compile decode for, as 1,4,16; unset: powers of 4"),
     Flag("precompile_token_paddings", "chunk sizes to compile prefill for, as 16,64,256; unset: powers of 4"),
+    Flag(
+        "speculative_config",
+        "JSON object with method (mtp) and num_speculative_tokens (1 to 7), or --speculative-config.method and so on",
+        short="-sc",
+    ),
     Flag("latent_norm_eps", "eps of the norms of the query and KV latents (vLLM uses rms_norm_eps)"),
     Flag(
         "generation_config",
@@ -100,7 +114,6 @@ FLAGS = (
 
 REFUSED = {
     "api_server_count": "one server process drives the mesh",
-    "async_scheduling": "steps are scheduled one by one",
     "data_parallel_size": "start one server per replica behind a load balancer",
     "calculate_kv_scales": "quantised records carry their scales; --nvfp4-scales takes calibrated outer ones",
     "compilation_config": "steps are always compiled; see --precompile-bs-paddings",
@@ -109,7 +122,6 @@ REFUSED = {
     "enable_chunked_prefill": "prefill is always chunked; set --max-num-batched-tokens",
     "enable_expert_parallel": "experts are split by width over the mesh",
     "enable_lora": "LoRA adapters are not supported",
-    "enable_prefix_caching": "prefix caching is not available yet",
     "enforce_eager": "steps are always compiled; see --precompile-bs-paddings",
     "kv_transfer_config": "prefill/decode disaggregation is not available yet",
     "load_format": "checkpoints are safetensors",
@@ -120,27 +132,30 @@ REFUSED = {
     "pipeline_parallel_size": "the model is split by tensor parallelism only; use --tensor-parallel-size",
     "prefill_context_parallel_size": "prefill context parallelism is not supported",
     "quantization": "quantised weights are not available yet",
-    "speculative_config": "speculative decoding is not available yet",
     "swap_space": "the cache is not offloaded",
     "trust_remote_code": "no code of a checkpoint is ever run, so there is nothing to trust",
 }
 """vLLM flags (and planned ones) that this engine does not have, each with what to do instead."""
 
+JSON_FLAGS = ("hf_overrides", "speculative_config")
+"""Flags that take a JSON object, or a dict."""
 _SIZE_LISTS = ("precompile_bs_paddings", "precompile_token_paddings")
 _SECTIONS = {"parallel": ParallelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
+_FIELD_OF_FLAG = {"speculative_config": "speculative"}
+"""Where a setting is not named as its flag."""
 
 
 def field_of(name: str) -> dataclasses.Field[Any]:
     """The dataclass field a flag sets; its type and default are the flag's."""
     for owner in (EngineConfig, *_SECTIONS.values()):
         for field in dataclasses.fields(owner):
-            if field.name == name:
+            if field.name == _FIELD_OF_FLAG.get(name, name):
                 return field
     raise KeyError(name)
 
 
 def value_type(name: str) -> type:
-    """int, float, str or bool: what a flag takes (Optional stripped; hf_overrides counts as str)."""
+    """int, float, str or bool: what a flag takes (Optional stripped; JSON objects count as str)."""
     kind = field_of(name).type
     if isinstance(kind, types.UnionType):
         kind = next(member for member in typing.get_args(kind) if member is not type(None))
@@ -157,7 +172,7 @@ def engine_config(model: str, **settings: Any) -> EngineConfig:
         if name not in known:
             raise ConfigError(explain_unknown(name, known))
     values = {name: value for name, value in settings.items() if value is not None}
-    values = {name: _typed(name, value) for name, value in values.items()}
+    values = {_FIELD_OF_FLAG.get(name, name): _typed(name, value) for name, value in values.items()}
     sections = {
         section: kind(**{f.name: values.pop(f.name) for f in dataclasses.fields(kind) if f.name in values})
         for section, kind in _SECTIONS.items()
@@ -179,7 +194,9 @@ def explain_unknown(name: str, known: set[str]) -> str:
 
 def _typed(name: str, value: Any) -> Any:
     if name == "hf_overrides":
-        return _overrides(value)
+        return _overrides(_json_object(name, value))
+    if name == "speculative_config":
+        return SpeculativeConfig.from_object(_json_object(name, value))
     if name in _SIZE_LISTS:
         return _sizes(name, value)
     kind = value_type(name)
@@ -203,14 +220,18 @@ def _sizes(name: str, value: Any) -> tuple[int, ...]:
     raise ConfigError(f"{name} takes sizes such as 1,4,16, but got {value!r}")
 
 
-def _overrides(value: Any) -> tuple[tuple[str, object], ...]:
+def _json_object(name: str, value: Any) -> Mapping[Any, Any]:
     if isinstance(value, str):
         try:
             value = parse_json(value)
         except ValueError as error:
-            raise ConfigError(f"hf_overrides is not valid JSON: {error}") from None
+            raise ConfigError(f"{name} is not valid JSON: {error}") from None
     if not isinstance(value, Mapping):
-        raise ConfigError(f"hf_overrides must be a JSON object, but got {value!r}")
+        raise ConfigError(f"{name} must be a JSON object, but got {value!r}")
+    return value
+
+
+def _overrides(value: Mapping[Any, Any]) -> tuple[tuple[str, object], ...]:
     strange = [key for key in value if not isinstance(key, str)]
     if strange:
         raise ConfigError(

@@ -68,6 +68,7 @@ class ModelConfig:
     latent_norm_eps: float
     max_position_embeddings: int
     num_nextn_predict_layers: int
+    index_share_for_mtp_iteration: bool
     tie_word_embeddings: bool
     dtype: str
     cache_scheme: str | None
@@ -119,6 +120,7 @@ class ModelConfig:
             latent_norm_eps=latent_norm_eps,
             max_position_embeddings=fields.integer("max_position_embeddings", 1048576),
             num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", 0, least=0),
+            index_share_for_mtp_iteration=fields.switch("index_share_for_mtp_iteration", False),
             tie_word_embeddings=fields.switch("tie_word_embeddings", False),
             dtype=dtype,
             cache_scheme=cache_scheme(fields.section("quantization_config")),

@@ -13,8 +13,9 @@ from glm_dcp_jax.cache.placement import Layout
 from glm_dcp_jax.cache.pools import Pools, pool_shapes
 from glm_dcp_jax.cache.records import RecordFormat
 from glm_dcp_jax.config import ConfigError, EngineConfig, ModelConfig
+from glm_dcp_jax.engine.draft_steps import DraftSteps
 from glm_dcp_jax.engine.formats import Formats
-from glm_dcp_jax.engine.steps import CompiledSteps, StepShape
+from glm_dcp_jax.engine.steps import BlockShape, CompiledSteps
 from glm_dcp_jax.kernels.row_blocks import WORKSPACE_BYTES
 from glm_dcp_jax.model.network import NetworkShape, abstract_network
 from glm_dcp_jax.parallel.attention import AttentionSettings
@@ -78,9 +79,14 @@ class Blueprint:
 
     @cached_property
     def shape(self) -> NetworkShape:
-        """The network's parameters as shapes."""
+        """The network's parameters as shapes; with the MTP layer's where it drafts."""
         tp, group_values = self.config.parallel.tensor_parallel_size, self.settings.project_rows is not None
-        return abstract_network(self.model, self.formats.compute, tp, self.segments, group_values)
+        speculative = self.config.speculative
+        if speculative is not None:
+            speculative.check_model(self.model)
+        return abstract_network(
+            self.model, self.formats.compute, tp, self.segments, group_values, mtp=speculative is not None
+        )
 
     @property
     def segments(self) -> int:
@@ -142,8 +148,8 @@ class Blueprint:
             memory_bandwidth=memory_bandwidth(device.platform, device.device_kind),
         )
 
-    def path(self, shape: StepShape) -> str:
-        """The attention path that a step of this shape takes.
+    def path(self, shape: BlockShape) -> str:
+        """The attention path that a block of this shape takes.
 
         Raises ConfigError where path `context` was asked for and does not fit the memory it may take.
         """
@@ -164,17 +170,17 @@ class Blueprint:
             f"--dcp-context-memory allows {allowed:,}; raise that, lower --max-model-len, or use auto"
         )
 
-    def decode_estimate(self, shape: StepShape) -> Estimate:
-        """The path that a decode step of this shape takes, and what it is expected to wait for. Every step asks."""
+    def decode_estimate(self, shape: BlockShape) -> Estimate:
+        """The path that a decode block of this shape takes, and what it is expected to wait for. Every step asks."""
         if shape not in self._estimates:
             self._estimates[shape] = self._estimate(shape)
         return self._estimates[shape]
 
     @cached_property
-    def _estimates(self) -> dict[StepShape, Estimate]:
+    def _estimates(self) -> dict[BlockShape, Estimate]:
         return {}
 
-    def _estimate(self, shape: StepShape) -> Estimate:
+    def _estimate(self, shape: BlockShape) -> Estimate:
         wanted = self.config.parallel.dcp_decode_path if self.layout.world > 1 else "queries"
         local_tokens = shape.pages * self.layout.block_size
         return self.policy.choose(wanted, shape.requests, shape.rows, local_tokens)
@@ -183,6 +189,12 @@ class Blueprint:
     def steps(self) -> CompiledSteps:
         """The steps, none of them compiled yet."""
         return CompiledSteps(self.mesh, self.shape, self.settings, self.path)
+
+    @cached_property
+    def drafts(self) -> DraftSteps:
+        """The programs that draft, none of them compiled yet; for engines with a speculative config."""
+        share = self.model.index_share_for_mtp_iteration
+        return DraftSteps(self.mesh, self.shape, self.settings, self.path, share)
 
     def parameters(self) -> Any:
         """The parameters as ShapeDtypeStructs on the mesh."""
@@ -201,3 +213,7 @@ class Blueprint:
             )
             for segment in self.shape.segments
         )
+
+    def mtp_pools(self, pages: int) -> Pools:
+        """The MTP layer's pools, whose pages have the same ids, as ShapeDtypeStructs on the mesh."""
+        return pool_shapes(self.mesh, 1, 1, self.layout.mtp_layout, self.record, pages)

@@ -35,7 +35,8 @@ class StepContext:
     """What a step's layers share. Rows of all blocks are laid one after the other: T in all.
 
     paths: the attention path of each block. angles: [T, R/2]. index_slots: [T], where each row's index key goes.
-    first_layer, first_full: the layers that are the first in the pools.
+    first_layer, first_full: the layers that are the first in the pools. chosen: each block's selection, where it was
+    made before: index keys are then neither written nor scored.
     """
 
     settings: AttentionSettings
@@ -45,6 +46,7 @@ class StepContext:
     index_slots: Int[Array, " T"]
     first_layer: int
     first_full: int
+    chosen: tuple[Selection, ...] | None = None
 
     def cut(self, rows: Float[Array, "T *rest"]) -> list[Float[Array, "N S *rest"]]:
         """Rows of all blocks back into each block's [N, S]."""
@@ -139,10 +141,13 @@ class ShareGroup(nnx.Module):
                 current = context.settings.record.encode(projected.latent, projected.rope_key, outer_scale)
             records.append(current)
             if layer.indexer is not None:
-                ordinal_in_pool = full_ordinal - context.first_full
-                index_pool, selections = _select(
-                    layer.indexer, normed, projected, index_pool, ordinal_in_pool, context
-                )
+                if context.chosen is None:
+                    ordinal_in_pool = full_ordinal - context.first_full
+                    index_pool, selections = _select(
+                        layer.indexer, normed, projected, index_pool, ordinal_in_pool, context
+                    )
+                else:
+                    selections = list(context.chosen)
                 with jax.named_scope("plan"):
                     pairs = zip(context.paths, selections, context.blocks, strict=True)
                     plans = [path.plan(selection, block) for path, selection, block in pairs]

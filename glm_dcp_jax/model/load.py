@@ -5,11 +5,12 @@ tensor, or of stacked ones as many as fit into PIECE_BYTES: each device's part o
 zero-padded, moved, written into the parameter in place, and forgotten. Host memory stays near one piece.
 """
 
+import collections
 import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -18,8 +19,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
-from glm_dcp_jax.config import ModelConfig, Run
-from glm_dcp_jax.model.network import NetworkShape, is_variable, keys_of
+from glm_dcp_jax.config import ModelConfig
+from glm_dcp_jax.model.network import NetworkShape, is_variable
 from glm_dcp_jax.model.parameters import Source
 from glm_dcp_jax.model.safetensors_reader import Checkpoint, CheckpointError, verify
 
@@ -28,6 +29,8 @@ _log = logging.getLogger(__name__)
 _DTYPES = ("BF16", "F16", "F32")
 # Stacked tensors that together stay below this are moved as one; a larger tensor is moved alone.
 PIECE_BYTES = 32 << 20
+_MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
+"""The MTP layer takes the main model's instead, which published files rely on."""
 Index = tuple[slice, ...]
 
 
@@ -41,50 +44,35 @@ def load_parameters(checkpoint: Checkpoint, config: ModelConfig, shape: NetworkS
     paths = [
         path for path, _ in jax.tree_util.tree_flatten_with_path(shape.parameters, is_leaf=is_variable)[0]
     ]
-    runs = [_run_of(path, shape) for path in paths]
-    members = [_member_of(path) for path in paths]
-    expected = _expected(leaves, runs, members)
-    verify(expected, checkpoint, ignored=_ignored(config))
+    sources = [
+        [_of_layer(leaf.get_metadata("source"), layer) for layer in shape.layers_of(path)]
+        for leaf, path in zip(leaves, paths, strict=True)
+    ]
+    expected = {name: source.shape for groups in sources for source in groups for name in source.names}
+    _require_mtp(checkpoint, shape)
+    verify(expected, checkpoint, ignored=lambda name: _why_left_out(name, config, shape) is not None)
     _refuse_quantised(checkpoint, expected)
-    _say_what_is_left_out(checkpoint, config)
+    _say_what_is_left_out(checkpoint, config, shape)
     loaded = []
-    parts = list(zip(leaves, specs, runs, members, strict=True))
-    for leaf, spec, run, member in tqdm(parts, desc="Loading weights", unit="param", mininterval=1.0):
-        sharding = NamedSharding(mesh, spec)
-        sources = [_of_layer(leaf.get_metadata("source"), run, group, member) for group in _groups(run)]
-        loaded.append(leaf.replace(_load_parameter(checkpoint, leaf, sources, sharding)))
+    parts = list(zip(leaves, specs, sources, strict=True))
+    for leaf, spec, groups in tqdm(parts, desc="Loading weights", unit="param", mininterval=1.0):
+        loaded.append(leaf.replace(_load_parameter(checkpoint, leaf, groups, NamedSharding(mesh, spec))))
     return jax.tree.unflatten(tree, loaded)
 
 
-def _run_of(path: tuple, shape: NetworkShape) -> Run | None:
-    keys = keys_of(path)
-    return shape.stages[keys[1]] if keys[0] == "stages" else None
-
-
-def _member_of(path: tuple) -> int:
-    keys = keys_of(path)
-    return keys[3] if keys[0] == "stages" else 0
-
-
-def _groups(run: Run | None) -> range:
-    return range(1 if run is None else run.num_groups)
-
-
-def _of_layer(source: Source, run: Run | None, group: int, member: int) -> Source:
+def _of_layer(source: Source, layer: int | None) -> Source:
     """The source with its layer's number in the names."""
-    if run is None:
-        return source
-    layer = run.layer(group, member)
     return dataclasses.replace(source, names=tuple(name.format(layer=layer) for name in source.names))
 
 
-def _expected(leaves: list, runs: list, members: list[int]) -> dict[str, tuple[int, ...]]:
-    expected = {}
-    for leaf, run, member in zip(leaves, runs, members, strict=True):
-        source = leaf.get_metadata("source")
-        for group in _groups(run):
-            expected.update(dict.fromkeys(_of_layer(source, run, group, member).names, source.shape))
-    return expected
+def _require_mtp(checkpoint: Checkpoint, shape: NetworkShape) -> None:
+    """Many checkpoints are without the MTP layer that their config.json tells of: exporters drop it."""
+    prefix = f"model.layers.{shape.mtp_layer}."
+    if shape.mtp_layer is not None and not any(name.startswith(prefix) for name in checkpoint.names()):
+        raise CheckpointError(
+            f"{checkpoint.directory} has no tensors of the MTP layer ({prefix}*), which speculative decoding drafts "
+            "with; use a checkpoint that has them, or leave --speculative-config out"
+        )
 
 
 def _refuse_quantised(checkpoint: Checkpoint, names: Iterable[str]) -> None:
@@ -98,31 +86,32 @@ def _refuse_quantised(checkpoint: Checkpoint, names: Iterable[str]) -> None:
         )
 
 
-def _ignored(config: ModelConfig) -> Callable[[str], bool]:
-    """Tensors that files may carry but this network lacks: MTP layers, indexers of Shared layers, a tied head."""
+def _why_left_out(name: str, config: ModelConfig, shape: NetworkShape) -> str | None:
+    """What a tensor is that files may carry but this network lacks; None for any other."""
+    if name.endswith("rotary_emb.inv_freq"):
+        return "tables of rotary frequencies"
+    if name == "lm_head.weight" and config.tie_word_embeddings:
+        return "a head where it is tied to the embedding"
+    start, _, rest = name.removeprefix("model.layers.").partition(".")
+    if not name.startswith("model.layers.") or not start.isdigit():
+        return None
+    layer = int(start)
+    if layer == shape.mtp_layer:
+        return "the MTP layer's copies of embedding and head" if rest in _MTP_COPIES else None
+    if layer >= config.num_hidden_layers:
+        return "of layers behind the last, such as the MTP layer that --speculative-config loads"
+    if rest.startswith("self_attn.indexer.") and not config.full[layer]:
+        return "indexers of layers that share"
+    return None
 
-    def ignored(name: str) -> bool:
-        if name.startswith("model.layers."):
-            layer = name.split(".")[2]
-            if layer.isdigit() and int(layer) >= config.num_hidden_layers:
-                return True
-            return ".self_attn.indexer." in name and layer.isdigit() and not config.full[int(layer)]
-        return name.endswith("rotary_emb.inv_freq") or (
-            config.tie_word_embeddings and name == "lm_head.weight"
-        )
 
-    return ignored
-
-
-def _say_what_is_left_out(checkpoint: Checkpoint, config: ModelConfig) -> None:
-    ignored = _ignored(config)
-    left = [name for name in checkpoint.names() if ignored(name)]
-    if left:
-        _log.info(
-            "%d tensors are not loaded (MTP layers, or indexers of layers that share); the first is %s",
-            len(left),
-            left[0],
-        )
+def _say_what_is_left_out(checkpoint: Checkpoint, config: ModelConfig, shape: NetworkShape) -> None:
+    kinds = {name: kind for name in checkpoint.names() if (kind := _why_left_out(name, config, shape))}
+    if kinds:
+        first = {kind: name for name, kind in reversed(kinds.items())}
+        counts = collections.Counter(kinds.values())
+        listed = "; ".join(f"{count} {kind} ({first[kind]})" for kind, count in counts.items())
+        _log.warning("%d tensors are not loaded: %s", len(kinds), listed)
 
 
 def _load_parameter(

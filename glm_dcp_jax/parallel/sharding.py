@@ -8,10 +8,12 @@ RULES: dict[str | None, tuple[str, ...] | None] = {
     "heads": TENSOR_AXES,
     "ffn": TENSOR_AXES,
     "vocab": TENSOR_AXES,
+    "hidden": TENSOR_AXES,
     "group_heads": (REPLICA,),
     None: None,
 }
-"""group_heads: those of a DCP group on each of its ranks. Norms, indexer, q_a, kv_a and router are replicated."""
+"""group_heads: those of a DCP group on each of its ranks. hidden: outputs of the MTP layer's input projection. Norms,
+indexer, q_a, kv_a and router are replicated."""
 
 
 def spec_of(axes: tuple[str | None, ...]) -> P:

@@ -61,12 +61,15 @@ class TestBytes:
     def test_the_published_capacity_of_432_byte_records(self, world, shards, each, tokens):
         """With the MTP layer, whose records and index keys are both split over the ranks."""
         layout = Layout(64, world, 1, shards)
-        assert page_bytes(GLM, layout, NVFP4) + 64 * (432 + 132) == each
+        assert page_bytes(GLM, layout, NVFP4, mtp_layers=1) == each
         assert 3_426_112_942 // each * layout.virtual_block == tokens
 
     def test_half_replicated_index_keys_of_eight_ranks_cost_a_twentieth_of_the_capacity(self):
         whole, half, none = (page_bytes(GLM, Layout(64, 8, 1, shards), FP8) for shards in (1, 4, 8))
         assert (1 - none / half, 1 - none / whole) == pytest.approx((0.05, 0.266), abs=2e-3)
+
+    def test_a_token_with_the_mtp_layer_takes_96_640_bytes(self):
+        assert page_bytes(GLM, Layout(1), BFLOAT16, mtp_layers=1) == 96_640
 
     def test_interleave_costs_nothing(self):
         assert page_bytes(GLM, Layout(64, 4, 16), BFLOAT16) == page_bytes(GLM, Layout(64, 4), BFLOAT16)
@@ -78,6 +81,8 @@ class TestPages:
         assert each == 64 * 78 * 1152 + 256 * 21 * 256
         for memory, pages in ((2 * each, 2), (3 * each - 1, 2), (1181 * each + 5, 1181)):
             assert pages_in(memory, GLM, Layout(64, 4), BFLOAT16) == pages
+        more = page_bytes(GLM, Layout(64, 4), BFLOAT16, mtp_layers=1)
+        assert more > each and pages_in(5 * more - 1, GLM, Layout(64, 4), BFLOAT16, mtp_layers=1) == 4
 
     def test_four_ranks_hold_more_than_three_times_the_tokens_of_one(self):
         budget = 64 * 2**30

@@ -9,14 +9,15 @@ from glm_dcp_jax.config.engine import CacheConfig, ParallelConfig, SchedulerConf
 from glm_dcp_jax.config.flags import field_of, value_type
 
 SECTIONS = (ParallelConfig, CacheConfig, SchedulerConfig)
-NOT_FLAGS = {"model", "parallel", "cache", "scheduler"}
+NOT_FLAGS = {"model", "parallel", "cache", "scheduler", "speculative"}
+OBJECTS = {"speculative_config"}
 
 
 def test_every_setting_is_a_flag_and_every_flag_a_setting():
     settings = [field.name for kind in (EngineConfig, *SECTIONS) for field in dataclasses.fields(kind)]
     flags = [flag.name for flag in FLAGS]
     assert len(settings) == len(set(settings)) and len(flags) == len(set(flags))
-    assert set(flags) == set(settings) - NOT_FLAGS
+    assert set(flags) == set(settings) - NOT_FLAGS | OBJECTS
     assert not REFUSED.keys() & set(flags)
 
 
@@ -33,7 +34,11 @@ def test_the_command_lines_spelling():
     spelled = {flag.name: flag.option for flag in FLAGS}
     assert spelled["cp_kv_cache_interleave_size"] == "--cp-kv-cache-interleave-size"
     shorts = {flag.name: flag.short for flag in FLAGS if flag.short}
-    assert shorts == {"tensor_parallel_size": "-tp", "decode_context_parallel_size": "-dcp"}
+    assert shorts == {
+        "tensor_parallel_size": "-tp",
+        "decode_context_parallel_size": "-dcp",
+        "speculative_config": "-sc",
+    }
 
 
 def test_defaults():

@@ -66,6 +66,7 @@ class TestDefaults:
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 1048576,
         "num_nextn_predict_layers": 0,
+        "index_share_for_mtp_iteration": False,
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
     }
@@ -182,6 +183,7 @@ class TestRefused:
             ("norm_topk_prob", "false"),
             ("tie_word_embeddings", "false"),
             ("num_nextn_predict_layers", "none"),
+            ("index_share_for_mtp_iteration", "true"),
             ("eos_token_id", "</s>"),
             ("rope_parameters", "default"),
             ("quantization_config", "fp8"),
