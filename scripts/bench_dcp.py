@@ -214,7 +214,7 @@ def _random_pools(blueprint: Any, pages: int) -> Any:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """The seed table's columns, then those of the third path and of the exchanges."""
+    """Context, concurrency, `records`, `bulk` and its gain over it; then `queries`, and figures of the exchanges."""
     lines = [
         "| dcp | MTP | context | conc. | per-layer | bulk | delta | queries | bytes received, per-layer/bulk | queries "
         "| blocking, per-layer/bulk/queries | unique | overflows |",
@@ -276,7 +276,10 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     device = jax.devices()[0].device_kind
     print(f"{device}, jax {jax.__version__}, {os.cpu_count()} cores", flush=True)
-    results = []
+    results: list[dict[str, Any]] = []
+    print("\n".join(table([]).splitlines()), flush=True)
+    about = {"device": device, "jax": jax.__version__, "cores": os.cpu_count(), "repeats": given.repeats}
+    about["command"] = " ".join([".venv/bin/python scripts/bench_dcp.py", *(argv or sys.argv[1:])])
     for dcp in given.dcp:
         bench = Bench(dcp, on_gpu, max(given.contexts) * max(given.concurrency))
         for mtp in given.mtp:
@@ -286,14 +289,11 @@ def main(argv: list[str] | None = None) -> int:
                     result = {"dcp": dcp, "mtp": mtp, "context": context, "concurrency": requests}
                     results.append(result | {"paths": paths})
                     print(table(results[-1:]).splitlines()[-1], flush=True)
+                    if given.output:
+                        text = json.dumps({"about": about, "results": results}, indent=1) + "\n"
+                        (given.output / "dcp.json").write_text(text)
         del bench
-    print(table(results))
     if given.output:
-        about = {"device": device, "jax": jax.__version__, "cores": os.cpu_count(), "repeats": given.repeats}
-        about["command"] = " ".join([".venv/bin/python scripts/bench_dcp.py", *(argv or sys.argv[1:])])
-        (given.output / "dcp.json").write_text(
-            json.dumps({"about": about, "results": results}, indent=1) + "\n"
-        )
         plot(results, given.output / "dcp.png")
         print(f"wrote dcp.json and dcp.png to {given.output}")
     return 0

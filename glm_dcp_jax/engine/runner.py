@@ -197,6 +197,16 @@ class Runner:
         shapes = self._blocks("decode")
         buckets = [(shape.requests, shape.rows, shape.pages * self.layout.block_size) for shape in shapes]
         link = policy.link
+        for block in shapes:
+            rounds = policy.rounds(block.requests, block.rows, block.pages * self.layout.block_size)
+            if rounds and self.blueprint.path(block) != "queries":
+                _log.warning(
+                    "--dcp-exchange-memory %d is too little for %d requests: each layer exchanges in %d rounds more",
+                    self.blueprint.settings.exchange_bytes,
+                    block.requests,
+                    rounds,
+                )
+                break
         return (
             f"DCP decode: modelled wait for exchanges a step, by a latency of {1e6 * link.latency:.1f} us and "
             f"{link.bandwidth / 1e9:.1f} GB/s ({link.source})\n"

@@ -92,11 +92,12 @@ class DecodePolicy:
 
     def _records(self, requests: int, rows: int, local_tokens: int) -> Estimate:
         layers, plane = self.model.num_hidden_layers, self._plane(requests, rows, local_tokens)
-        return Estimate("records", layers, 0, layers * plane, layers * self.link.seconds(plane))
+        each = self.link.seconds(plane) + self.rounds(requests, rows, local_tokens) * self.link.latency
+        return Estimate("records", layers, 0, layers * plane, layers * each)
 
     def _bulk(self, requests: int, rows: int, local_tokens: int) -> Estimate:
-        plane = self._plane(requests, rows, local_tokens)
-        each, waited, hidden = self.link.seconds(plane), 0.0, 0
+        plane, rounds = (of(requests, rows, local_tokens) for of in (self._plane, self.rounds))
+        each, waited, hidden = self.link.seconds(plane) + rounds * self.link.latency, 0.0, 0
         for run in self.model.runs:
             windows = [self._window(sparse, requests * rows) for sparse in run.sparse[:-1]]
             waited += run.num_groups * (each + sum(max(each - window, 0.0) for window in windows))
@@ -104,10 +105,19 @@ class DecodePolicy:
         layers = self.model.num_hidden_layers
         return Estimate("bulk", layers - hidden, hidden, layers * plane, waited)
 
+    def rounds(self, requests: int, rows: int, local_tokens: int) -> int:
+        """Exchanges of each layer that an ordinary step needs beside the fast one, which --dcp-exchange-memory keeps
+        too small for what is typical; 0 where it does not."""
+        capacity = self._capacity(requests, rows, local_tokens)
+        return -(-max(capacity.expected - capacity.fast, 0) // capacity.each_round)
+
+    def _capacity(self, requests: int, rows: int, local_tokens: int) -> Capacity:
+        return Capacity.for_block(self.settings, requests, rows, self.settings.index_topk, local_tokens)
+
     def _plane(self, requests: int, rows: int, local_tokens: int) -> int:
         """Bytes that one layer's fast exchange brings, and on average what a rest that cannot be fast does."""
         settings, world = self.settings, self.settings.layout.world
-        capacity = Capacity.for_block(settings, requests, rows, settings.index_topk, local_tokens)
+        capacity = self._capacity(requests, rows, local_tokens)
         return (world - 1) * max(capacity.fast, capacity.expected) * settings.record.record_bytes
 
     def _window(self, sparse: bool, rows: int) -> float:
@@ -123,12 +133,13 @@ class DecodePolicy:
 
 
 def as_table(policy: DecodePolicy, wanted: str, buckets: Sequence[tuple[int, int, int]]) -> str:
-    """A line per bucket (requests, rows, local tokens): what each path would wait for, and which is taken."""
+    """A line per bucket (requests, rows of each, local tokens): what each path would wait for, and which is taken."""
     lines = [f"{'requests':>8} {'rows':>4} {'context':>9}  {'queries':>9} {'records':>9} {'bulk':>9}  taken"]
     for requests, rows, local_tokens in buckets:
         found = policy.estimates(requests, rows, local_tokens)
         waits = [f"{1e3 * estimate.waited:6.2f} ms" for estimate in found]
         taken = policy.choose(wanted, requests, rows, local_tokens).path
+        taken += "" if wanted == "auto" else " (asked for)"
         lines.append(
             f"{requests:>8} {rows:>4} {local_tokens * policy.settings.layout.world:>9}  {' '.join(waits)}  {taken}"
         )

@@ -137,12 +137,18 @@ class _EngineCollector(Collector):
         steps = CounterMetricFamily(
             PREFIX + "dcp_decode_steps", "Decode steps by the path they took", labels=(*LABELS, "path")
         )
-        for path in set(DECODE_PATHS) - {"auto"}:
+        for path in DECODE_PATHS[1:]:
             steps.add_metric((*self._labels, path), totals.steps.get(path, 0))
         yield steps
         counters = {
-            "dcp_received_bytes": ("Bytes each device got from others in decode attention", totals.received),
-            "dcp_selected_entries": ("Selected positions, over rows and Full layers", totals.entries),
+            "dcp_received_bytes": (
+                "Bytes each device got from others in decode, by the steps' shapes; overflows not counted",
+                totals.received,
+            ),
+            "dcp_selected_entries": (
+                "Selected positions, over rows and Full layers; paths records and bulk",
+                totals.entries,
+            ),
             "dcp_records": ("Records exchanged, each once per request and Full layer", totals.records),
             "dcp_selections_compared": ("Decode steps compared across devices", totals.compared),
             "dcp_selections_diverged": (
@@ -156,7 +162,9 @@ class _EngineCollector(Collector):
             counter.add_metric(self._labels, value)
             yield counter
         ratio = GaugeMetricFamily(
-            PREFIX + "dcp_records_unique_ratio", "Records exchanged per selected entry", labels=LABELS
+            PREFIX + "dcp_records_unique_ratio",
+            "Records exchanged per selected entry; 0 before any were",
+            labels=LABELS,
         )
         ratio.add_metric(self._labels, totals.unique_ratio)
         yield ratio

@@ -84,6 +84,15 @@ class TestRecords:
         small = policy(exchange_bytes=10_000).estimates(8, 4, LONG)[1]
         assert small.received > 0.9 * LAYERS * 3 * 8 * 2048 * 1.75 / 4 * 432
 
+    def test_each_round_waits_for_a_latency(self):
+        """40 records at once, a third of them in the fast exchange: ceil((512 - 13) / 40) rounds of the rest."""
+        small = policy(exchange_bytes=40 * 4 * 432)
+        assert policy().rounds(1, 1, LONG) == 0 and small.rounds(1, 1, LONG) == 13
+        for fine, coarse in zip(
+            small.estimates(1, 1, LONG)[1:], policy().estimates(1, 1, LONG)[1:], strict=True
+        ):
+            assert fine.waited > coarse.waited
+
 
 class TestChoice:
     def test_what_is_asked_for_is_taken(self):
@@ -100,6 +109,9 @@ class TestChoice:
     def test_latency_speaks_for_bulk_and_bytes_for_queries(self):
         assert policy(Link(1e-3, 1e12, "test")).choose("auto", 1, 1, LONG).path == "bulk"
         assert policy(Link(1e-9, 1e9, "test")).choose("auto", 1, 1, LONG).path == "queries"
+
+    def test_the_table_says_what_was_asked_for(self):
+        assert as_table(policy(), "queries", [(4, 1, LONG)]).endswith("queries (asked for)")
 
     def test_the_table_says_all_of_it(self):
         found = policy()
