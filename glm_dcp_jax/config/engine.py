@@ -25,6 +25,8 @@ MAX_DEVICES = 65_536
 MAX_BLOCK_SIZE = 1_048_576
 MAX_SEQS = 65_536
 MAX_BATCHED_TOKENS = 1_048_576
+MAX_BYTES = 2**60
+MAX_PAGES = 2**40
 """More than these is a slip of the pen, and would take the machine's memory or time before anything else is said."""
 
 
@@ -84,10 +86,10 @@ class ParallelConfig:
         one_of("dcp_decode_path", self.dcp_decode_path, DECODE_PATHS)
         one_of("dcp_transport", self.dcp_transport, TRANSPORTS)
         if self.step_segments is not None:
-            at_least("step_segments", self.step_segments, 1)
+            at_least("step_segments", self.step_segments, 1, MAX_DEVICES)
         one_of("dcp_project_first", self.dcp_project_first, PROJECT_FIRST)
-        at_least("dcp_exchange_memory", self.dcp_exchange_memory, 1)
-        at_least("dcp_context_memory", self.dcp_context_memory, 1)
+        at_least("dcp_exchange_memory", self.dcp_exchange_memory, 1, MAX_BYTES)
+        at_least("dcp_context_memory", self.dcp_context_memory, 1, MAX_BYTES)
         divides("dcp_indexer_shards", self.dcp_indexer_shards, "decode_context_parallel_size", dcp)
 
     @property
@@ -117,9 +119,9 @@ class CacheConfig:
         one_of("kv_cache_dtype", self.kv_cache_dtype, RECORD_FORMATS)
         one_of("nvfp4_rope_dtype", self.nvfp4_rope_dtype, NVFP4_ROPE_DTYPES)
         if self.num_gpu_blocks_override is not None:
-            at_least("num_gpu_blocks_override", self.num_gpu_blocks_override, 1)
+            at_least("num_gpu_blocks_override", self.num_gpu_blocks_override, 1, MAX_PAGES)
         if self.kv_cache_memory_bytes is not None:
-            at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
+            at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1, MAX_BYTES)
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(
                 f"gpu_memory_utilization {self.gpu_memory_utilization} must be above 0 and at most 1"
@@ -156,7 +158,7 @@ class SchedulerConfig:
         one_of("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
             if getattr(self, name) is not None:
-                at_least(name, getattr(self, name), 1)
+                at_least(name, getattr(self, name), 1, MAX_BYTES)
         if not 0.0 <= self.watermark < 1.0:
             raise ConfigError(f"watermark {self.watermark} must be at least 0 and below 1")
         if self.max_model_len is not None:

@@ -90,10 +90,16 @@ def test_absurd_step_sizes_are_refused(name, most):
     [
         (ParallelConfig, {"tensor_parallel_size": 10**11, "decode_context_parallel_size": 3}),
         (CacheConfig, {"block_size": 10**11, "cp_kv_cache_interleave_size": 3}),
+        (ParallelConfig, {"dcp_exchange_memory": 10**400}),
+        (ParallelConfig, {"dcp_context_memory": 10**400}),
+        (ParallelConfig, {"step_segments": 10**400}),
+        (CacheConfig, {"kv_cache_memory_bytes": 10**400}),
+        (CacheConfig, {"num_gpu_blocks_override": 10**400}),
+        (SchedulerConfig, {"max_num_queued_tokens": 10**400}),
     ],
 )
 def test_sizes_without_end_are_refused_at_once(kind, settings):
-    """Listing what would divide them would take hours."""
+    """Listing what would divide them would take hours, and some are no float any more."""
     with pytest.raises(ConfigError, match="must be at most"):
         kind(**settings)
 
