@@ -130,10 +130,10 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """Limits of one step, and of the line in front of it. max_model_len None: as long as the model and the cache allow.
+    """Limits of one step. max_model_len None: as long as the model and the cache allow.
 
-    long_prefill_token_threshold: most prompt tokens of one sequence in a step, 0: as many as fit. max_num_queued_*:
-    what may wait, None: any number. watermark: share of the pages that stays free when a sequence is admitted.
+    long_prefill_token_threshold: most prompt tokens of one sequence in a step, 0: as many as fit. watermark: share of
+    the pages that stays free when a sequence is admitted.
 
     precompile_*_paddings: the sizes steps are compiled for (requests of a decode step, rows of a prefill chunk),
     ascending; None: powers of 4. The limits themselves are always among them.
@@ -144,8 +144,6 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048
     long_prefill_token_threshold: int = 0
     scheduling_policy: str = "fcfs"
-    max_num_queued_reqs: int | None = None
-    max_num_queued_tokens: int | None = None
     watermark: float = 0.01
     async_scheduling: bool = True
     precompile_bs_paddings: tuple[int, ...] | None = None
@@ -156,9 +154,6 @@ class SchedulerConfig:
         at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1, MAX_BATCHED_TOKENS)
         at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0, MAX_BATCHED_TOKENS)
         one_of("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
-        for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
-            if getattr(self, name) is not None:
-                at_least(name, getattr(self, name), 1, MAX_BYTES)
         if not 0.0 <= self.watermark < 1.0:
             raise ConfigError(f"watermark {self.watermark} must be at least 0 and below 1")
         if self.max_model_len is not None:

@@ -92,8 +92,6 @@ FLAGS = (
     Flag("max_num_batched_tokens", "tokens of one step: of requests that decode, and of chunks of prompts"),
     Flag("long_prefill_token_threshold", "prompt tokens of one request in a step; 0: as many as fit"),
     Flag("scheduling_policy", "who is first: who came first, or by `priority`", SCHEDULING_POLICIES),
-    Flag("max_num_queued_reqs", "requests that may wait; more are refused with 503"),
-    Flag("max_num_queued_tokens", "prompt tokens that may wait; more are refused with 503"),
     Flag("watermark", "share of the cache that stays free when a request is admitted, for those that run"),
     Flag("async_scheduling", "start a step before the tokens of the one before it were read"),
     Flag("precompile_bs_paddings", "batch sizes to compile decode for, as 1,4,16; unset: powers of 4"),

@@ -95,7 +95,6 @@ def test_absurd_step_sizes_are_refused(name, most):
         (ParallelConfig, {"step_segments": 10**400}),
         (CacheConfig, {"kv_cache_memory_bytes": 10**400}),
         (CacheConfig, {"num_gpu_blocks_override": 10**400}),
-        (SchedulerConfig, {"max_num_queued_tokens": 10**400}),
     ],
 )
 def test_sizes_without_end_are_refused_at_once(kind, settings):
