@@ -33,6 +33,8 @@ from glm_dcp_jax.plan import glm52
 
 PATHS = ("queries", "records", "bulk")
 STEPS_A_TURN = 4
+MOST_DEVICES = 64
+"""Virtual devices share the machine: thousands would take it down before anything is said."""
 LAYERS = {
     "model_type": "glm_moe_dsa",
     "num_hidden_layers": 14,
@@ -77,6 +79,8 @@ def parse(arguments: list[str] | None, on_gpu: bool) -> argparse.Namespace:
     for name in ("dcp", "contexts", "concurrency"):
         if min(getattr(given, name)) < 1:
             parser.error(f"--{name} must be at least 1")
+    if max(given.dcp) > MOST_DEVICES:
+        parser.error(f"--dcp must be at most {MOST_DEVICES}")
     if min(given.mtp) < 0 or given.repeats < 1:
         parser.error("--mtp must be at least 0, and --repeats at least 1")
     if min(given.contexts) <= max(given.mtp) + 1:

@@ -6,6 +6,7 @@ The interpreter is a stand-in that notes its arguments and installs nothing; the
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -153,3 +154,10 @@ def test_two_at_once_install_once(checkout):
     said = b"".join(process.communicate(timeout=60)[1] for process in both)
     assert checkout.notes.read_text().splitlines() == ["venv", "install .[aot,test]"]
     assert said.count(b"waiting for another install") == 1
+
+
+def test_a_bench_of_absurdly_many_devices_is_refused():
+    done = subprocess.run(
+        [sys.executable, "scripts/bench_dcp.py", "--dcp", "100000"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "--dcp must be at most 64" in done.stderr
