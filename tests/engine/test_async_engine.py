@@ -157,13 +157,13 @@ class TestRequests:
 
     def test_an_id_in_use_is_refused_and_its_owner_goes_on(self, engine, greedy):
         async def twice() -> list[int]:
-            first = engine.generate(PROMPT, GREEDY, "same")
+            first = engine.generate(PROMPT, LONG, "same")
             await anext(first)
             with pytest.raises(ValueError, match="request id 'same' is in use"):
                 await all_of(engine, PROMPT, GREEDY, "same")
             return [output async for output in first][-1].outputs[0].token_ids
 
-        assert run(twice()) == greedy
+        assert run(twice())[: len(greedy)] == greedy
 
     def test_stats_count_what_was_done(self, engine):
         before = engine.stats()
