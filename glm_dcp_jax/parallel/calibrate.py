@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import statistics
 import time
@@ -72,6 +73,10 @@ def _seconds(mesh: Mesh, transport: Transport, size: int) -> float:
     return statistics.median(times) / _CHAIN
 
 
+_LONGEST, _SLOWEST = 10.0, 1e3
+"""Seconds and bytes/s beyond which a kept figure is no link's."""
+
+
 def _key(mesh: Mesh, transport: Transport) -> str:
     device = mesh.devices.flat[0]
     kind = "".join(letter if letter.isalnum() else "-" for letter in device.device_kind)
@@ -83,9 +88,10 @@ def _read(file: Path) -> Link | None:
     try:
         kept = json.loads(file.read_text())
         link = Link(float(kept["latency"]), float(kept["bandwidth"]), f"measured before, kept in {file}")
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
-    return link if link.latency > 0 and link.bandwidth > 0 else None
+    possible = 0 < link.latency < _LONGEST and _SLOWEST < link.bandwidth < math.inf
+    return link if possible else None
 
 
 def _write(file: Path, link: Link) -> None:

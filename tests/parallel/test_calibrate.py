@@ -28,7 +28,20 @@ def test_a_link_is_measured_once_and_kept(mesh, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", '{"latency": 1}', '{"latency": -1, "bandwidth": 1}', "null"]
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        '{"latency": 1}',
+        '{"latency": -1, "bandwidth": 1}',
+        '{"latency": Infinity, "bandwidth": Infinity}',
+        '{"latency": 1e-9, "bandwidth": 5e-324}',
+        '{"latency": 1' + 400 * "0" + ', "bandwidth": 1}',
+        200_000 * "[",
+    ],
+    ids=range(10),
 )
 def test_a_useless_file_is_made_anew(mesh, tmp_path, monkeypatch, content):
     monkeypatch.setattr(calibrate, "_seconds", lambda mesh, transport, size: 1e-4 + size / 1e9)
