@@ -25,11 +25,19 @@ class Line(NamedTuple):
     pages: Ids[int]
 
 
+class DraftLines(NamedTuple):
+    """Where each line of a step may draft. page_table: [L, P] int32. limits: [L] int32, the highest position."""
+
+    page_table: np.ndarray
+    limits: np.ndarray
+
+
 class Batch(NamedTuple):
     """Work in a step's shape. decodes: [0] arrays without a decode block. page_table: of the decode block, [C, P].
 
     chunks: the prefill block, None without one. logit_rows: [M] int32. params: of lines. adjustments: for asked rows,
-    or None. random, filtered: see `sampling.sample`. logprobs: whether any line reports them.
+    or None. random, filtered: see `sampling.sample`. logprobs: whether any line reports them. draws: whether any line
+    gets a token. drafting: None where nothing drafts.
     """
 
     shape: StepShape
@@ -43,6 +51,8 @@ class Batch(NamedTuple):
     random: bool
     filtered: bool
     logprobs: bool
+    draws: bool
+    drafting: DraftLines | None
 
 
 def shape_of(work: Work, buckets: Buckets) -> StepShape:
@@ -56,8 +66,13 @@ def shape_of(work: Work, buckets: Buckets) -> StepShape:
     return buckets.mixed(len(reach), max(reach), len(counts), max(counts), max(ends))
 
 
-def make_batch(work: Work, shape: StepShape, idle_slot: int, vocab_size: int) -> Batch:
-    """The arrays of a step. idle_slot: what padding, and chunks that sample nothing, write to."""
+def make_batch(
+    work: Work, shape: StepShape, idle_slot: int, vocab_size: int, page_tokens: int | None = None
+) -> Batch:
+    """The arrays of a step. idle_slot: what padding, and chunks that sample nothing, write to.
+
+    page_tokens: of a page over all ranks, where drafts follow the step.
+    """
     by_kind = {block.kind: block for block in shape.blocks}
     decode, prefill = by_kind.get("decode", _NO_DECODES), by_kind.get("prefill", _NO_CHUNKS)
     decoding = _padded([line.sequence for line in work.decodes], decode)
@@ -74,12 +89,15 @@ def make_batch(work: Work, shape: StepShape, idle_slot: int, vocab_size: int) ->
             np.array([idle_slot if line is None else line.slot for line in lines], np.int32),
             np.array([0 if line is None else line.prompt_length for line in lines], np.int32),
             _of_chunks([chunk.end for chunk in work.chunks], prefill),
+            _of_chunks([_following(chunk) for chunk in work.chunks], prefill),
         ),
         row_params([IDLE_ROW if line is None else (line.params, line.seed, 0) for line in lines], len(lines)),
         _adjustments(decoding, ending, decode.rows, vocab_size),
         any(not line.params.greedy for line in sampling),
         any(line.params.filtered for line in sampling),
         any(line.params.logprobs is not None for line in sampling),
+        bool(sampling),
+        None if page_tokens is None else _draft_lines(lines, shape, page_tokens),
     )
 
 
@@ -102,6 +120,21 @@ def _decode_lines(work: Work, shape: BlockShape, idle_slot: int) -> DecodeLines:
         if not sequence.fed:
             token[at], position[at] = sequence.tokens[-1], len(sequence.tokens) - 1
     return DecodeLines(slot, token, position, limit)
+
+
+def _draft_lines(lines: Ids[Sequence | None], shape: StepShape, page_tokens: int) -> DraftLines:
+    """A draft at position p guesses token p + 2, and a sequence's last token needs no guess: no row verifies it."""
+    block = BlockShape("decode", len(lines), 1, max(block.pages for block in shape.blocks))
+    limits = np.full(len(lines), -1, np.int32)
+    for at, line in enumerate(lines):
+        if line is not None:
+            limits[at] = min(line.limit - 4, min(len(line.pages), block.pages) * page_tokens - 1)
+    return DraftLines(_page_table(block, [[] if line is None else line.pages for line in lines]), limits)
+
+
+def _following(chunk: Chunk) -> int:
+    """The token behind a chunk; -1 where it is still to be drawn."""
+    return -1 if chunk.is_last else chunk.sequence.tokens[chunk.end]
 
 
 def _line(chunk: Chunk) -> Line:

@@ -89,6 +89,17 @@ class Blueprint:
         )
 
     @property
+    def drafts_each(self) -> int:
+        """Tokens that are guessed for each request and step; 0 without speculative decoding."""
+        speculative = self.config.speculative
+        return 0 if speculative is None else speculative.num_speculative_tokens
+
+    @property
+    def mtp_layers(self) -> int:
+        """Layers with caches of their own that draft."""
+        return int(self.drafts_each > 0)
+
+    @property
     def segments(self) -> int:
         """Programs that a step is compiled as."""
         if self.config.parallel.step_segments:

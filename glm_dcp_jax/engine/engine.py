@@ -10,8 +10,10 @@ from glm_dcp_jax.cache.allocator import PageAllocator
 from glm_dcp_jax.cache.capacity import capacity_lines
 from glm_dcp_jax.cache.prefix_cache import PrefixCache, PrefixCacheStats
 from glm_dcp_jax.config import ConfigError, EngineConfig, ModelConfig, SamplingDefaults, sampling_defaults
+from glm_dcp_jax.config.flags import option_of
 from glm_dcp_jax.engine.batch import make_batch, shape_of
 from glm_dcp_jax.engine.detokenizer import Detokenizer
+from glm_dcp_jax.engine.draft_stats import DraftStats
 from glm_dcp_jax.engine.exchange_stats import ExchangeTotals
 from glm_dcp_jax.engine.landing import Landing, land
 from glm_dcp_jax.engine.logit_rules import LogitRules, bad_word_tokens
@@ -34,7 +36,8 @@ class EngineStats:
 
     cache_dtype: the record format in use.
 
-    preemptions: how often a sequence lost its pages. prefix_cache: tokens that were looked for, and found.
+    preemptions: how often a sequence lost its pages. prefix_cache: tokens that were looked for, and found. drafts: of
+    speculative decoding.
 
     compiles_after_warm_up: programs compiled while serving; anything but 0 is a defect. exchanges: between DCP ranks.
     """
@@ -48,6 +51,7 @@ class EngineStats:
     generation_tokens: int
     preemptions: int
     prefix_cache: PrefixCacheStats
+    drafts: DraftStats
     compiles_after_warm_up: int
     exchanges: ExchangeTotals
 
@@ -72,7 +76,7 @@ class Engine:
             allocator,
             runner.layout,
             f"{config.model} {runner.blueprint.formats}",
-            lookahead=runner.buckets.rows_each > 1,
+            lookahead=int(runner.buckets.rows_each > 1),
             enabled=config.cache.enable_prefix_caching,
         )
         self.scheduler = Scheduler(config.scheduler, runner.buckets, runner.layout, allocator, prefixes)
@@ -83,15 +87,20 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._owner: dict[Sequence, Request] = {}
         self._prompt_tokens = self._generation_tokens = self._unseeded = 0
-        _log.info("KV cache records: %s", runner.blueprint.formats)
+        self._drafts = DraftStats.of(self.scheduler.rows - 1)
+        shards = config.parallel.dcp_indexer_shards
+        _log.info("KV cache records: %s; indexer shards: %d", runner.blueprint.formats, shards)
+        if ignored := config.parallel.without_effect:
+            given = ", ".join(f"{option_of(name)} {value}" for name, value in ignored.items())
+            _log.warning(
+                "no effect, as --decode-context-parallel-size 1 leaves nothing to exchange: %s", given
+            )
         for line in capacity_lines(runner.num_pages, runner.layout, self.max_model_len):
             _log.info(line)
 
     @staticmethod
     def from_config(config: EngineConfig) -> "Engine":
         """Find the model, read its config and tokenizer, load its weights. Raises ValueError with what is wrong."""
-        if config.speculative is not None:
-            raise ConfigError("speculative decoding is not available yet; leave --speculative-config out")
         directory = locate_model(config.model)
         model = ModelConfig.load(directory, dict(config.hf_overrides), config.latent_norm_eps)
         tokenizer = None
@@ -229,7 +238,8 @@ class Engine:
 
     def _launch(self, work: Work) -> None:
         shape = shape_of(work, self.runner.buckets)
-        batch = make_batch(work, shape, self.runner.idle_slot, self.model_config.vocab_size)
+        page_tokens = self.runner.layout.virtual_block if self.scheduler.rows > 1 else None
+        batch = make_batch(work, shape, self.runner.idle_slot, self.model_config.vocab_size, page_tokens)
         flight = self.runner.launch(batch, work.copies)
         drawing = [line.sequence for line in work.decodes]
         drawing += [chunk.sequence for chunk in work.chunks if chunk.is_last]
@@ -259,6 +269,8 @@ class Engine:
         sequence = landing.sequence
         if kept:
             sequence.computed += landing.decoded
+        sequence.drafts = landing.drafts
+        self._drafts.count(landing.verified, landing.decoded - 1)
         for token, row in landing.drawn:
             if scores is not None and sequence.params.logprobs is not None:
                 self._note_logprobs(sequence, row, token, scores)
@@ -287,6 +299,7 @@ class Engine:
             generation_tokens=self._generation_tokens,
             preemptions=self.scheduler.preemptions,
             prefix_cache=replace(self.scheduler.prefixes.stats),
+            drafts=replace(self._drafts, accepted_at=list(self._drafts.accepted_at)),
             compiles_after_warm_up=self.runner.compiles.after_warm_up,
             exchanges=self.runner.exchanges.totals(),
         )

@@ -1,7 +1,7 @@
 """What a step brought, sequence by sequence, once the host has read it."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +25,9 @@ class Landing:
     """A sequence's part of a step. decoded: rows of it that are in the cache now and were not counted when it began.
 
     end: tokens that the cache then holds, of a chunk; None where they follow from the tokens. drawn: its new tokens.
-    draws: whether it waited for any. healthy: no NaN or infinity.
+    draws: whether it waited for any. healthy: no NaN or infinity. verified: drafts that were up for it.
+
+    drafts: what is guessed behind; fetched for sequences whose sampling needs it, else empty.
     """
 
     sequence: Sequence
@@ -34,6 +36,8 @@ class Landing:
     drawn: tuple[Token, ...]
     draws: bool
     healthy: bool
+    verified: int = 0
+    drafts: tuple[int, ...] = ()
 
 
 class Landed(NamedTuple):
@@ -48,7 +52,25 @@ def land(work: Work, flight: Flight) -> Landed:
     round, finite, scores = jax.device_get((flight.round, flight.finite, flight.scores))
     rows = sum(block.total_rows for block in flight.shape.blocks if block.kind == "decode")
     found = (*_decodes(work, round, finite[:rows]), *_chunks(work, flight, round, finite[rows:], rows))
+    if flight.drafts is not None and any(_asks_for_drafts(landing) for landing in found):
+        found = tuple(_with_drafts(work, found, flight, np.stack(jax.device_get(flight.drafts), axis=1)))
     return Landed(found, scores)
+
+
+def _asks_for_drafts(landing: Landing) -> bool:
+    """The host changes the logits of rows behind drafts, so it must know them."""
+    return landing.draws and landing.sequence.rules is not None
+
+
+def _with_drafts(
+    work: Work, landings: Iterable[Landing], flight: Flight, drafts: np.ndarray
+) -> Iterator[Landing]:
+    """drafts: [L, n], -1 where there is none, of the step's padded lines."""
+    first_chunk = sum(block.requests for block in flight.shape.blocks if block.kind == "decode")
+    lines = [*range(len(work.decodes)), *range(first_chunk, first_chunk + len(work.chunks))]
+    for line, landing in zip(lines, landings, strict=True):
+        guesses = tuple(token for token in drafts[line].tolist() if token >= 0)
+        yield replace(landing, drafts=guesses) if _asks_for_drafts(landing) else landing
 
 
 def _decodes(work: Work, round: Any, finite: np.ndarray) -> Iterator[Landing]:
@@ -60,7 +82,7 @@ def _decodes(work: Work, round: Any, finite: np.ndarray) -> Iterator[Landing]:
             Token(token, first + at) for at, token in enumerate(round.decoded[line, :count].tolist())
         )
         healthy = bool(finite[of_line].all() and round.healthy[of_line].all())
-        yield Landing(sequence, count, None, tokens, True, healthy)
+        yield Landing(sequence, count, None, tokens, True, healthy, int(round.drafts[line]))
 
 
 def _chunks(work: Work, flight: Flight, round: Any, finite: np.ndarray, first_row: int) -> Iterator[Landing]:

@@ -22,18 +22,20 @@ def number_of_pages(
     record: RecordFormat,
     mesh: Mesh,
     workspace: Workspace,
+    mtp_layers: int = 0,
 ) -> int:
     """Pages of each pool, null page included; called when the weights are loaded.
 
     num_gpu_blocks_override counts usable pages; kv_cache_memory_bytes is per device; else what gpu_memory_utilization
-    leaves of every GPU beside weights and the steps' workspace. Raises ConfigError when that is too little.
+    leaves of every GPU beside weights and the steps' workspace. mtp_layers: those that draft, with caches in the same
+    pages. Raises ConfigError when that is too little.
     """
-    each, on_cpu = page_bytes(model, layout, record), mesh.devices.flat[0].platform == "cpu"
+    each, on_cpu = page_bytes(model, layout, record, mtp_layers), mesh.devices.flat[0].platform == "cpu"
     if cache.num_gpu_blocks_override is not None or cache.kv_cache_memory_bytes is not None:
         if cache.num_gpu_blocks_override is not None:
             pages = cache.num_gpu_blocks_override + 1
         else:
-            pages = pages_in(cache.kv_cache_memory_bytes or 0, model, layout, record)
+            pages = pages_in(cache.kv_cache_memory_bytes or 0, model, layout, record, mtp_layers)
         _require_room(pages * each, mesh, on_cpu)
         return pages
     if on_cpu:
@@ -43,13 +45,13 @@ def number_of_pages(
         return pages
     stats = [device.memory_stats() for device in mesh.local_devices]
     budget = free_bytes(stats, cache.gpu_memory_utilization)
-    needed = workspace(pages_in(budget, model, layout, record))
+    needed = workspace(pages_in(budget, model, layout, record, mtp_layers))
     if needed >= budget:
         raise ConfigError(
             f"steps need {needed / GIB:.2f} GiB of workspace, but beside the weights only {budget / GIB:.2f} GiB are "
             "left; lower --max-num-batched-tokens, --max-num-seqs or --max-model-len, or raise --tensor-parallel-size"
         )
-    return pages_in(budget - needed, model, layout, record)
+    return pages_in(budget - needed, model, layout, record, mtp_layers)
 
 
 def check_exchange_memory(parallel: ParallelConfig, mesh: Mesh) -> None:

@@ -52,20 +52,22 @@ class DecodeRows(NamedTuple):
 class SampledLines(NamedTuple):
     """Lines of a step, those that decode first; L = C + P. slot: [L] int32, where a line's state goes, the last slot
     for none. prompt_length: [L] int32: behind position p comes output token p + 1 - prompt_length. ends: [P] int32,
-    how many tokens are in the cache behind each chunk.
+    how many tokens are in the cache behind each chunk. following: [P] int32, the token behind each, -1 if drawn here.
     """
 
     slot: Any
     prompt_length: Any
     ends: Any
+    following: Any
 
 
 class Round(NamedTuple):
-    """What a step drew. decoded: [C, S] int32. accepted: [C] int32, how many of them count. first: [P] int32, behind
-    each chunk. healthy: [C * S + P] bool, rows without NaN."""
+    """What a step drew. decoded: [C, S] int32. accepted: [C] int32, how many of them count. drafts: [C] int32, how many
+    were verified. first: [P] int32, behind each chunk. healthy: [C * S + P] bool, rows without NaN."""
 
     decoded: Any
     accepted: Any
+    drafts: Any
     first: Any
     healthy: Any
 
@@ -124,4 +126,35 @@ def draw(
         slots.position.at[lines.slot].set(jnp.concatenate([rows.positions[:, 0] + accepted, lines.ends])),
         slots.drafts,
     )
-    return Round(decoded, accepted, first, drawn.healthy), new
+    drafts = jnp.sum(rows.positions[:, 1:] >= 0, axis=1)
+    return Round(decoded, accepted, drafts, first, drawn.healthy), new
+
+
+@jax.jit
+def rows_with_next_tokens(
+    found: Round, rows: DecodeRows, chunk: DecodeRows, lines: SampledLines
+) -> tuple[DecodeRows, DecodeRows, Int[Array, " L"]]:
+    """What the MTP layer runs over: a step's rows, each with the token behind it, without those that were rejected.
+
+    chunk: the prefill block's rows, [P, S]. Also each line's last row among all rows, those that decode first; -1 for
+    chunks that draw nothing, and for padding.
+    """
+    (count, each), (chunks, length) = rows.positions.shape, chunk.positions.shape
+    stands = (jnp.arange(each) < found.accepted[:, None]) & (rows.positions >= 0)
+    decodes = DecodeRows(found.decoded, jnp.where(stands, rows.positions, -1))
+    last = jnp.sum(stands, axis=1) - 1
+    of_decodes = jnp.where(last < 0, -1, jnp.arange(count) * each + last)
+    ends = jnp.sum(chunk.positions >= 0, axis=1) - 1
+    behind = jnp.where(lines.following < 0, found.first, lines.following)
+    shifted = jnp.concatenate([chunk.tokens[:, 1:], jnp.zeros((chunks, min(length, 1)), jnp.int32)], axis=1)
+    shifted = jnp.where(jnp.arange(length) == ends[:, None], behind[:, None], shifted)
+    draws = (lines.following < 0) & (ends >= 0)
+    of_chunks = jnp.where(draws, count * each + jnp.arange(chunks) * length + ends, -1)
+    at = jnp.concatenate([of_decodes, of_chunks]).astype(jnp.int32)
+    return decodes, DecodeRows(shifted, chunk.positions), at
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def note_drafts(slots: Slots, slot: Int[Array, " L"], drafts: tuple[Int[Array, " L"], ...]) -> Slots:
+    """The slots with the drafts of all lines."""
+    return slots._replace(drafts=slots.drafts.at[slot].set(jnp.stack(drafts, axis=1)))

@@ -1,20 +1,18 @@
 """The device side of an engine: weights, pools and compiled steps. Batches in, logits out."""
 
-import contextlib
+import functools
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import itemgetter
-from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from tqdm import tqdm
 
 from glm_dcp_jax import environment
 from glm_dcp_jax.cache.capacity import resolve_max_model_len
@@ -24,14 +22,16 @@ from glm_dcp_jax.engine.batch import Batch, Line, make_batch, make_block
 from glm_dcp_jax.engine.blueprint import Blueprint
 from glm_dcp_jax.engine.buckets import Buckets
 from glm_dcp_jax.engine.compiles import CompileCounter
+from glm_dcp_jax.engine.drafter import Drafter, shapes_behind
 from glm_dcp_jax.engine.exchange_stats import ExchangeStats
 from glm_dcp_jax.engine.logit_rules import adjustment_sizes, no_adjustments
 from glm_dcp_jax.engine.memory import check_exchange_memory, number_of_pages
 from glm_dcp_jax.engine.page_copies import COPIES_AT_ONCE, page_copier
-from glm_dcp_jax.engine.rounds import DecodeRows, Round, Slots, decode_rows, draw
+from glm_dcp_jax.engine.rounds import DecodeRows, Round, Slots, decode_rows, draw, note_drafts
 from glm_dcp_jax.engine.sampling import Scores, adjust, score
 from glm_dcp_jax.engine.scheduler import Work
 from glm_dcp_jax.engine.steps import BlockShape, Kind, StepOutput, StepShape, leaves_of
+from glm_dcp_jax.engine.warm_up import Compilation, compile_all
 from glm_dcp_jax.model.load import load_parameters
 from glm_dcp_jax.model.safetensors_reader import Checkpoint
 from glm_dcp_jax.parallel.batch import Block
@@ -41,19 +41,19 @@ from glm_dcp_jax.parallel.policy import as_table
 
 _log = logging.getLogger(__name__)
 
-_COMPILE_THREADS = 2
-
 
 class Flight(NamedTuple):
     """What a step under way brings; arrays on the device, which nobody has waited for.
 
-    finite: [T], rows without NaN or infinity. scores: of the drawn tokens, [M] rows, or None.
+    finite: [T], rows without NaN or infinity. scores: of the drawn tokens, [M] rows, or None. drafts: n arrays [L] of
+    what is guessed behind them, or None.
     """
 
     shape: StepShape
     round: Round
     finite: Any
     scores: Scores | None
+    drafts: tuple[Any, ...] | None
 
 
 class Runner:
@@ -79,11 +79,14 @@ class Runner:
             self.record,
             self.mesh,
             lambda pages: self._workspace(config, model, pages),
+            self.blueprint.mtp_layers,
         )
         self.max_model_len = resolve_max_model_len(
             config.scheduler.max_model_len, model, self.num_pages, self.layout
         )
-        self.buckets = Buckets.of(config.scheduler, self.max_model_len, self.layout)
+        self.buckets = Buckets.of(
+            config.scheduler, self.max_model_len, self.layout, self.blueprint.drafts_each
+        )
         if self.layout.world > 1:
             _log.info("%s", self._prefill_paths())
             _log.info("%s", self._decode_paths())
@@ -92,6 +95,9 @@ class Runner:
         self._slots: Slots
         self.pools: tuple[Pools, ...]
         self._copier = page_copier(self.mesh, self.layout)
+        self._drafter = None
+        if drafts := self.blueprint.drafts_each:
+            self._drafter = Drafter(self.blueprint, drafts, self.num_pages, self.parameters)
         self.reset_pools()
         self._vocab_size = model.vocab_size
         self._lock = threading.Lock()
@@ -138,7 +144,15 @@ class Runner:
         scores = None
         if batch.logprobs:
             scores = score(out.logits, jnp.concatenate([found.decoded.reshape(-1), found.first]))
-        return Flight(batch.shape, found, out.finite, scores)
+        return Flight(batch.shape, found, out.finite, scores, self._draft(batch, rows, found, out.hidden))
+
+    def _draft(self, batch: Batch, rows: DecodeRows, found: Round, hidden: Any) -> tuple[Any, ...] | None:
+        if self._drafter is None:
+            return None
+        drafts = self._drafter.draft(self._leaves, batch, rows, found, hidden)
+        if drafts is not None:
+            self._slots = note_drafts(self._slots, batch.lines.slot, drafts)
+        return drafts
 
     def _draw(self, logits: Any, batch: Batch, rows: DecodeRows, random: bool, filtered: bool) -> Round:
         found, self._slots = draw(
@@ -151,45 +165,31 @@ class Runner:
             some = [*copies[at : at + COPIES_AT_ONCE], *[(0, 0)] * COPIES_AT_ONCE][:COPIES_AT_ONCE]
             pages = np.array(some, np.int32)
             self.pools = tuple(self._copier(part, pages) for part in self.pools)
+            if self._drafter is not None:
+                self._drafter.copy_pages(pages)
 
     def warm_up(self, stopped: Callable[[], bool] = lambda: False) -> None:
         """Compile every step serving can ask for, two at a time, with a progress bar; gives up when `stopped`."""
         began = time.perf_counter()
         shapes = self.buckets.all()
-        compiled = self._compile_in_background(shapes, stopped)
-        for _ in tqdm(shapes, desc="Compiling steps", unit="step"):
-            failure = _next_of(compiled, stopped)
-            if stopped():
-                return
-            if failure is not None:
-                raise failure
+        compilations = self._compilations(shapes)
+        if not compile_all(compilations, stopped):
+            return
         for shape in {_lines_of(shape): shape for shape in shapes}.values():
             self._warm_up_sampling(shape)
         self._copy_pages([(0, 0)])
         self.compiles.mark_warm()
-        _log.info("Compiled %d steps in %.1f s", len(shapes), time.perf_counter() - began)
+        _log.info("Compiled %d steps in %.1f s", len(compilations), time.perf_counter() - began)
 
-    def _compile_in_background(
-        self, shapes: Sequence[StepShape], stopped: Callable[[], bool]
-    ) -> "SimpleQueue[Exception | None]":
-        """Start to compile; the queue gets one entry for each shape that is done, the exception of one that failed.
-
-        In daemon threads: a process that is told to stop does not wait for a compilation.
-        """
-        waiting = iter(shapes)
-        done: SimpleQueue[Exception | None] = SimpleQueue()
-
-        def work() -> None:
-            while not stopped() and (shape := next(waiting, None)) is not None:
-                try:
-                    self.steps.get(shape, self.parameters, self._pool_shapes)
-                    done.put(None)
-                except Exception as error:
-                    done.put(error)
-
-        for _ in range(_COMPILE_THREADS):
-            threading.Thread(target=work, name="compile", daemon=True).start()
-        return done
+    def _compilations(self, shapes: Sequence[StepShape]) -> list[Compilation]:
+        """Of the steps, and of what drafts behind them."""
+        steps: list[Compilation] = [
+            functools.partial(self.steps.get, shape, self.parameters, self._pool_shapes) for shape in shapes
+        ]
+        if self._drafter is None:
+            return steps
+        behind = dict.fromkeys(each for shape in shapes for each in self._drafter.shapes(shape))
+        return steps + [functools.partial(self._drafter.compile, each) for each in behind]
 
     def _decode_paths(self) -> str:
         """For the log: what each decode path would wait for in each bucket, and which is taken."""
@@ -233,6 +233,8 @@ class Runner:
     def reset_pools(self) -> None:
         """Start over with an empty, zeroed cache."""
         self.pools = tuple(make_pools(shapes) for shapes in self._pool_shapes)
+        if self._drafter is not None:
+            self._drafter.reset()
         empty = Slots.empty(self._max_num_seqs, self.buckets.rows_each - 1)
         self._slots = jax.device_put(empty, NamedSharding(self.mesh, PartitionSpec()))
 
@@ -244,7 +246,8 @@ class Runner:
     def _workspace(self, config: EngineConfig, model: ModelConfig, pages: int) -> int:
         """Temporary bytes per device of the largest decode and prefill steps, compiled for a cache of `pages`."""
         longest = resolve_max_model_len(config.scheduler.max_model_len, model, pages, self.layout)
-        buckets = Buckets.of(config.scheduler, longest, self.layout)
+        drafts = self.blueprint.drafts_each
+        buckets = Buckets.of(config.scheduler, longest, self.layout, drafts)
         placed, parameters = self.blueprint.pools(pages), self.blueprint.parameters()
         largest = (
             buckets.decode(config.scheduler.max_num_seqs, longest),
@@ -253,6 +256,13 @@ class Runner:
         programs = [
             program for shape in largest for program in self.steps.compile(shape, parameters, placed).programs
         ]
+        if drafts:
+            mtp_pools = self.blueprint.mtp_pools(pages)
+            programs += [
+                self.blueprint.drafts.compile(behind, parameters, mtp_pools)
+                for shape in largest
+                for behind in shapes_behind(shape, drafts)
+            ]
         return max(program.memory_analysis().temp_size_in_bytes for program in programs)
 
     def _warm_up_sampling(self, shape: StepShape) -> None:
@@ -266,12 +276,15 @@ class Runner:
         for random, filtered in ((False, False), (True, False), (True, True)):
             found = self._draw(logits, batch, rows, random, filtered)
         score(logits, jnp.concatenate([found.decoded.reshape(-1), found.first]))
+        if self._drafter is not None:
+            drafts = self._drafter.warm_up(batch, rows, found)
+            self._slots = note_drafts(self._slots, batch.lines.slot, drafts)
 
     def _run(self, shape: StepShape, blocks: tuple[Block, ...], logit_rows: np.ndarray) -> StepOutput:
         step = self.steps.get(shape, self.parameters, self.pools)
         out = step(self._leaves, self.pools, blocks, logit_rows)
         self.pools = out.pools
-        if self.mesh.size > 1 and shape.blocks[0].kind == "decode":
+        if self.layout.world > 1 and shape.blocks[0].kind == "decode":
             estimate = self.blueprint.decode_estimate(shape.blocks[0])
             self.exchanges.add(estimate.path, estimate.received, out.moved, out.selection_hash)
         return out
@@ -291,15 +304,5 @@ def _blueprint(config: EngineConfig, model: ModelConfig) -> Blueprint:
 
 
 def _lines_of(shape: StepShape) -> tuple[tuple[str, int, int], ...]:
-    """What the drawing of tokens depends on: lines of the blocks, and rows of lines that decode."""
-    return tuple(
-        (block.kind, block.requests, block.rows if block.kind == "decode" else 0) for block in shape.blocks
-    )
-
-
-def _next_of(done: "SimpleQueue[Exception | None]", stopped: Callable[[], bool]) -> Exception | None:
-    """The queue's next entry; None at once when `stopped`."""
-    while not stopped():
-        with contextlib.suppress(Empty):
-            return done.get(timeout=0.1)
-    return None
+    """What the drawing of tokens depends on: lines and rows of the blocks."""
+    return tuple((block.kind, block.requests, block.rows) for block in shape.blocks)

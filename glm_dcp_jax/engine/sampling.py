@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from glm_dcp_jax.engine.logit_rules import Adjustments, adjustment_sizes, no_adjustments
+from glm_dcp_jax.engine.logit_rules import Adjustments
 from glm_dcp_jax.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from glm_dcp_jax.kernels.topk.reference import sortable
 
@@ -115,19 +115,6 @@ def score(logits: Float[Array, "M V"], tokens: Int[Array, " M"]) -> Scores:
     rank = 1 + jnp.sum(distribution > chosen, axis=1)
     top, top_tokens = jax.lax.top_k(distribution, min(MAX_LOGPROBS, logits.shape[1]))
     return Scores(chosen[:, 0], rank, top_tokens, top)
-
-
-def warm_up(logits: Float[Array, "M V"], params: RowParams) -> None:
-    """Compile all that `sample` and `score` can need for logits and parameters like these, placed as they are.
-
-    Adjustments, and tokens to score, may come from the host.
-    """
-    rows, vocab_size = logits.shape
-    changes = [no_adjustments(rows, size, vocab_size) for size in adjustment_sizes(vocab_size)]
-    for change in (None, *changes):
-        for random, filtered in ((False, False), (True, False), (True, True)):
-            sample(logits, params, random, logprobs=True, filtered=filtered, adjustments=change)
-    score(logits, np.zeros(rows, np.int32))
 
 
 @functools.partial(jax.jit, static_argnames=("random", "filtered"))

@@ -45,7 +45,8 @@ class Chunk:
 
 
 class Decode(NamedTuple):
-    """A sequence that decodes. reach: tokens that it may come to have in the cache: all drafts may be accepted."""
+    """A sequence that decodes. reach: tokens that it may come to have in the cache: all drafts may be accepted, and
+    further ones are made behind them."""
 
     sequence: Sequence
     reach: int
@@ -164,7 +165,11 @@ class Scheduler:
 
     def _reach(self, sequence: Sequence) -> int:
         under_way = (sequence.in_flight + 1) * self.rows - 1
-        return min(len(sequence.tokens) + under_way, sequence.limit - 1)
+        return self._with_drafts(sequence, len(sequence.tokens) + under_way)
+
+    def _with_drafts(self, sequence: Sequence, length: int) -> int:
+        """Tokens to have pages for where `length` are computed: all drafts behind the first may have records too."""
+        return min(length + max(self.rows - 2, 0), sequence.limit - 1)
 
     def _grow(self, sequence: Sequence, length: int) -> bool:
         """Pages for `length` tokens, taken from the last in rank if need be; False if that is the sequence itself."""
@@ -296,7 +301,7 @@ class Scheduler:
             work.copies.append(PageCopy(table.source_page, table.pages[len(found.pages)]))
             work.copied_for.append(sequence)
         if decodes:
-            self._add_decode(work, sequence, len(sequence.tokens))
+            self._add_decode(work, sequence, self._with_drafts(sequence, len(sequence.tokens)))
         else:
             self._add(work, chunk)
         return True
@@ -304,7 +309,7 @@ class Scheduler:
     def _table(self, sequence: Sequence, found: Match) -> PageTable | None:
         """Pages for all of the sequence's tokens, beginning with those that were found; None if too few are free."""
         spare = self._spare_pages if len(self.running) else 0
-        length = len(sequence.tokens)
+        length = self._with_drafts(sequence, len(sequence.tokens))
         if self.prefixes.pages_needed(found, length) + spare > self.allocator.num_free:
             return None
         if _leader(sequence) is None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiny import CONFIG, PROMPT, check_idle, only, tiny_llm, write_tiny
+from tiny import CONFIG, PROMPT, check_idle, only, tiny_llm, write_drafting, write_tiny
 
 from glm_dcp_jax import LLM
 
@@ -13,6 +13,12 @@ from glm_dcp_jax import LLM
 def directory(tmp_path_factory) -> Path:
     """The checkpoint."""
     return write_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def drafting(tmp_path_factory) -> Path:
+    """A checkpoint with an MTP layer whose guesses are often right."""
+    return write_drafting(tmp_path_factory.mktemp("drafting"))
 
 
 @pytest.fixture(scope="session")

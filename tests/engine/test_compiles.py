@@ -40,14 +40,20 @@ class TestCounter:
         assert counter.total == 0
 
 
-@pytest.fixture(scope="module", params=[(1, 1), (4, 2)], ids=["one device", "a mesh of 4 by 2"])
-def warm(request, directory, devices) -> LLM:
-    tp, dcp = request.param
+@pytest.fixture(
+    scope="module",
+    params=[(1, 1, 0), (4, 2, 0), (1, 1, 2)],
+    ids=["one device", "a mesh of 4 by 2", "one device that drafts"],
+)
+def warm(request, drafting, devices) -> LLM:
+    tp, dcp, drafts = request.param
     devices(tp)
     sizes = {"tensor_parallel_size": tp, "decode_context_parallel_size": dcp}
+    if drafts:
+        sizes["speculative_config"] = {"method": "mtp", "num_speculative_tokens": drafts}
     if tp > 1:
         sizes["precompile_token_paddings"] = (64,)
-    llm = tiny_llm(directory, **sizes)
+    llm = tiny_llm(drafting, **sizes)
     llm.engine.runner.warm_up()
     return llm
 
@@ -60,6 +66,7 @@ def test_a_mixed_load_compiles_nothing(warm):
         changed(GREEDY, temperature=0.7, top_k=5, top_p=0.9, min_p=0.01, seed=1),
         changed(GREEDY, logprobs=3, max_tokens=1),
         changed(GREEDY, temperature=1.0, logprobs=0, stop=["the"], stop_token_ids=[9]),
+        changed(GREEDY, temperature=1.0, presence_penalty=0.5, min_tokens=3, ignore_eos=False),
         changed(GREEDY, max_tokens=None),
     ]
     generate(warm, prompts, [some[row % len(some)] for row in range(len(prompts))])

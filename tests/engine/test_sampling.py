@@ -2,16 +2,12 @@
 
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from drawing import DRAWS, PROBABILITIES, assert_drawn_from, draw, kept, softmax
-from jax.sharding import NamedSharding, PartitionSpec
 
-from glm_dcp_jax.engine.compiles import CompileCounter
-from glm_dcp_jax.engine.logit_rules import LogitRules, adjustment_sizes, adjustments
-from glm_dcp_jax.engine.sampling import row_params, sample, score, warm_up
+from glm_dcp_jax.engine.sampling import row_params, sample, score
 from glm_dcp_jax.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 
 GREEDY = SamplingParams(temperature=0)
@@ -275,22 +271,3 @@ class TestLogprobs:
         ranks = 1 + (logits > logits[tokens, tokens][:, None]).sum(axis=1)
         np.testing.assert_array_equal(scores.rank, ranks)
         np.testing.assert_array_equal(scores.top_tokens, np.argsort(-logits, axis=1)[:, :MAX_LOGPROBS])
-
-
-@pytest.mark.parametrize("count", [1, 4], ids=["one device", "a mesh of 4"])
-def test_after_warm_up_nothing_is_compiled(devices, count):
-    rows, vocabulary = 3, 300
-    everywhere = NamedSharding(jax.make_mesh((count,), ("dcp",), devices=devices(count)), PartitionSpec())
-    logits = jax.device_put(np.zeros((rows, vocabulary), np.float32), everywhere)
-    warm_up(logits, row_params([], rows))
-    counter = CompileCounter()
-    for size in (0, *adjustment_sizes(vocabulary)):
-        rules = LogitRules(SamplingParams(repetition_penalty=2), range(size), [])
-        made = adjustments([(rules, ())], rows, vocabulary) if size else None
-        for flags in np.ndindex(2, 2, 2):
-            random, logprobs, filtered = map(bool, flags)
-            sample(
-                logits, row_params([(SamplingParams(top_k=1), 1, 1)], rows), random, logprobs, filtered, made
-            )
-    score(logits, np.arange(rows, dtype=np.int32))
-    assert counter.total == 0
