@@ -7,6 +7,7 @@ import numpy as np
 
 from glm_dcp_jax.engine.buckets import Buckets
 from glm_dcp_jax.engine.logit_rules import Adjustments, adjustments
+from glm_dcp_jax.engine.prompt_scores import ScoredRows
 from glm_dcp_jax.engine.rounds import DecodeLines, SampledLines
 from glm_dcp_jax.engine.sampling import IDLE_ROW, RowParams, row_params
 from glm_dcp_jax.engine.scheduler import Chunk, Work
@@ -37,7 +38,7 @@ class Batch(NamedTuple):
 
     chunks: the prefill block, None without one. logit_rows: [M] int32. params: of lines. adjustments: for asked rows,
     or None. random, filtered: see `sampling.sample`. logprobs: whether any line reports them. draws: whether any line
-    gets a token. drafting: None where nothing drafts.
+    gets a token. drafting: None where nothing drafts. scored: rows of prompts, or None.
     """
 
     shape: StepShape
@@ -53,6 +54,7 @@ class Batch(NamedTuple):
     logprobs: bool
     draws: bool
     drafting: DraftLines | None
+    scored: ScoredRows | None
 
 
 def shape_of(work: Work, buckets: Buckets) -> StepShape:
@@ -98,6 +100,7 @@ def make_batch(
         any(line.params.logprobs is not None for line in sampling),
         bool(sampling),
         None if page_tokens is None else _draft_lines(lines, shape, page_tokens),
+        _scored_rows(work.chunks, decode, prefill),
     )
 
 
@@ -146,6 +149,16 @@ def _logit_rows(chunks: Ids[Chunk], decode: BlockShape, prefill: BlockShape) -> 
     last = _of_chunks([chunk.count - 1 for chunk in chunks], prefill)
     of_chunks = decode.total_rows + np.arange(prefill.requests, dtype=np.int32) * prefill.rows + last
     return np.concatenate([np.arange(decode.total_rows, dtype=np.int32), of_chunks])
+
+
+def _scored_rows(chunks: Ids[Chunk], decode: BlockShape, prefill: BlockShape) -> ScoredRows | None:
+    """Rows whose requests want to know how likely the prompt's next token was."""
+    tokens = [chunk.scored_tokens for chunk in chunks]
+    if not any(tokens):
+        return None
+    starts = [decode.total_rows + at * prefill.rows + chunk.first_scored for at, chunk in enumerate(chunks)]
+    rows = [np.arange(start, start + len(of)) for start, of in zip(starts, tokens, strict=True)]
+    return ScoredRows(np.concatenate(rows).astype(np.int32), np.concatenate(tokens).astype(np.int32))
 
 
 def _of_chunks(values: Ids[int], shape: BlockShape) -> np.ndarray:

@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
 from glm_dcp_jax.cache.pools import Pools, pool_specs
 from glm_dcp_jax.engine.steps import DECODE_PATHS, PREFILL_PATHS, BlockShape, block_of, leaves_of
-from glm_dcp_jax.model.network import Network, NetworkShape, is_variable, keys_of
+from glm_dcp_jax.model.network import Network, NetworkShape
 from glm_dcp_jax.parallel.attention import AttentionPath, AttentionSettings
 from glm_dcp_jax.parallel.batch import Block, Selection
 from glm_dcp_jax.parallel.transport import compiler_options
@@ -160,10 +159,7 @@ class DraftSteps:
     @cached_property
     def reads(self) -> tuple[int, ...]:
         """Which of the parameters' leaves drafting takes: the MTP layer's, the embedding, and the output head."""
-        flat, _ = jax.tree_util.tree_flatten_with_path(self.shape.parameters, is_leaf=is_variable)
-        return tuple(
-            at for at, (path, _) in enumerate(flat) if keys_of(path)[0] in ("mtp", "embedding", "head")
-        )
+        return self.shape.places("mtp", "embedding", "head")
 
     def _writes(self, wanted: DraftShape) -> bool:
         """Further drafts that share a selection only read the pools."""
@@ -171,13 +167,10 @@ class DraftSteps:
 
     def _function(self, wanted: DraftShape) -> Any:
         """The program as a function of (its leaves, pools, *batch)."""
-        all_specs = jax.tree.leaves(self.shape.specs, is_leaf=lambda leaf: isinstance(leaf, P))
-        tree, of_pools = jax.tree.structure(self.shape.parameters), pool_specs(self.settings.layout)
+        all_specs, of_pools = self.shape.leaf_specs, pool_specs(self.settings.layout)
 
         def on_device(leaves: tuple[Array, ...], pools: Pools, *batch: Any) -> DraftOutput:
-            present = dict(zip(self.reads, leaves, strict=True))
-            everything = [present.get(at) for at in range(len(all_specs))]
-            network = nnx.merge(self.shape.definition, jax.tree.unflatten(tree, everything))
+            network = self.shape.network(self.reads, leaves)
             if isinstance(wanted, FirstShape):
                 return self._first(wanted, network, pools, *batch)
             return self._next(wanted, network, pools, *batch)

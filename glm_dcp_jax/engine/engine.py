@@ -15,15 +15,16 @@ from glm_dcp_jax.engine.batch import make_batch, shape_of
 from glm_dcp_jax.engine.detokenizer import Detokenizer
 from glm_dcp_jax.engine.draft_stats import DraftStats
 from glm_dcp_jax.engine.exchange_stats import ExchangeTotals
-from glm_dcp_jax.engine.landing import Landing, land
+from glm_dcp_jax.engine.landing import Landed, Landing, land
 from glm_dcp_jax.engine.logit_rules import LogitRules, bad_word_tokens
 from glm_dcp_jax.engine.outputs import Logprob, RequestOutput
 from glm_dcp_jax.engine.runner import Flight, Runner
 from glm_dcp_jax.engine.sampling import Scores
-from glm_dcp_jax.engine.sampling_params import ParameterError, SamplingParams, check_vocabulary
+from glm_dcp_jax.engine.sampling_params import SamplingParams, check_vocabulary
 from glm_dcp_jax.engine.scheduler import Scheduler, Work
 from glm_dcp_jax.engine.sequence import Request, Sequence
 from glm_dcp_jax.engine.tokenizer import Tokenizer
+from glm_dcp_jax.engine.waiting import check_priority, require_room
 from glm_dcp_jax.model.locate import locate_model
 from glm_dcp_jax.model.safetensors_reader import Checkpoint
 
@@ -129,12 +130,14 @@ class Engine:
         ids = list(prompt_token_ids)
         self.check_prompt(ids)
         check_vocabulary(params, self.model_config.vocab_size)
-        if params.prompt_logprobs is not None:
-            raise ParameterError("prompt_logprobs", "prompt_logprobs are not available yet; leave them out")
         if params.stop_strings and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
         if request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is in use")
+        check_priority(priority, self.config.scheduler.scheduling_policy)
+        if self.config.scheduler.limits_queue:
+            waiting = {self._owner[sequence] for sequence in self.scheduler.waiting}
+            require_room(self.config.scheduler, waiting, len(ids))
         limit = self.max_model_len
         if params.max_tokens is not None:
             limit = min(limit, len(ids) + params.max_tokens)
@@ -260,20 +263,25 @@ class Engine:
             if not landing.healthy:
                 self._fail(sequence)
             else:
-                self._take(landing, landed.scores, kept=sequence.preemptions == epoch)
+                self._take(landing, landed, kept=sequence.preemptions == epoch)
             if landing.draws or sequence.finish_reason is not None:
                 changed[self._owner[sequence]] = None
 
-    def _take(self, landing: Landing, scores: Scores | None, kept: bool) -> None:
+    def _take(self, landing: Landing, landed: Landed, kept: bool) -> None:
         """kept: whether the sequence still has the pages that the step wrote to."""
-        sequence = landing.sequence
+        sequence, scores = landing.sequence, landed.scores
+        for token, row in landing.scored:
+            assert landed.prompt_scores is not None and sequence.params.prompt_logprobs is not None
+            count = sequence.params.prompt_logprobs
+            sequence.prompt_logprobs.append(self._entries(landed.prompt_scores, row, token, count))
         if kept:
             sequence.computed += landing.decoded
         sequence.drafts = landing.drafts
         self._drafts.count(landing.verified, landing.decoded - 1)
         for token, row in landing.drawn:
             if scores is not None and sequence.params.logprobs is not None:
-                self._note_logprobs(sequence, row, token, scores)
+                sequence.logprobs.append(self._entries(scores, row, token, sequence.params.logprobs))
+                sequence.cumulative_logprob += float(scores.logprob[row])
             sequence.append(token, self._eos)
             self._generation_tokens += 1
             if sequence.finish_reason is not None:
@@ -320,14 +328,14 @@ class Engine:
             self._retire(request)
         self.scheduler.prefixes.reset()  # now that nobody holds any page
 
-    def _note_logprobs(self, sequence: Sequence, row: int, token: int, scores: Scores) -> None:
+    def _entries(self, scores: Scores, row: int, token: int, count: int) -> dict[int, Logprob]:
+        """A row's token and the `count` likeliest ones."""
         name = (lambda _: None) if self.tokenizer is None else self.tokenizer.token_to_str
         entries = {token: Logprob(float(scores.logprob[row]), int(scores.rank[row]), name(token))}
-        for rank in range(min(sequence.params.logprobs or 0, scores.top_tokens.shape[1])):
+        for rank in range(min(count, scores.top_tokens.shape[1])):
             other = int(scores.top_tokens[row, rank])
             entries.setdefault(other, Logprob(float(scores.top_logprobs[row, rank]), rank + 1, name(other)))
-        sequence.logprobs.append(entries)
-        sequence.cumulative_logprob += float(scores.logprob[row])
+        return entries
 
     def _retire(self, request: Request) -> RequestOutput:
         del self._requests[request.request_id]

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from glm_dcp_jax.engine.prompt_scores import fetched
 from glm_dcp_jax.engine.runner import Flight
 from glm_dcp_jax.engine.sampling import Scores
 from glm_dcp_jax.engine.scheduler import Work
@@ -27,7 +28,8 @@ class Landing:
     end: tokens that the cache then holds, of a chunk; None where they follow from the tokens. drawn: its new tokens.
     draws: whether it waited for any. healthy: no NaN or infinity. verified: drafts that were up for it.
 
-    drafts: what is guessed behind; fetched for sequences whose sampling needs it, else empty.
+    drafts: what is guessed behind; fetched for sequences whose sampling needs it, else empty. scored: tokens of its
+    prompt, each with its row of the prompt scores.
     """
 
     sequence: Sequence
@@ -38,13 +40,15 @@ class Landing:
     healthy: bool
     verified: int = 0
     drafts: tuple[int, ...] = ()
+    scored: tuple[Token, ...] = ()
 
 
 class Landed(NamedTuple):
-    """A step's results on the host. scores: of asked rows, or None."""
+    """A step's results on the host. scores: of asked rows, or None. prompt_scores: of rows of prompts, or None."""
 
     landings: tuple[Landing, ...]
     scores: Scores | None
+    prompt_scores: Scores | None
 
 
 def land(work: Work, flight: Flight) -> Landed:
@@ -54,7 +58,20 @@ def land(work: Work, flight: Flight) -> Landed:
     found = (*_decodes(work, round, finite[:rows]), *_chunks(work, flight, round, finite[rows:], rows))
     if flight.drafts is not None and any(_asks_for_drafts(landing) for landing in found):
         found = tuple(_with_drafts(work, found, flight, np.stack(jax.device_get(flight.drafts), axis=1)))
-    return Landed(found, scores)
+    if flight.prompt_scores is None:
+        return Landed(found, scores, None)
+    found = (*found[: len(work.decodes)], *_with_scored(work, found[len(work.decodes) :]))
+    rows = sum(len(landing.scored) for landing in found)
+    return Landed(found, scores, fetched(flight.prompt_scores, rows))
+
+
+def _with_scored(work: Work, landings: Iterable[Landing]) -> Iterator[Landing]:
+    """Which rows of the prompt scores are whose."""
+    row = 0
+    for chunk, landing in zip(work.chunks, landings, strict=True):
+        tokens = chunk.scored_tokens
+        yield replace(landing, scored=tuple(map(Token, tokens, range(row, row + len(tokens)))))
+        row += len(tokens)
 
 
 def _asks_for_drafts(landing: Landing) -> bool:

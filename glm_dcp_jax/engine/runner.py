@@ -27,6 +27,7 @@ from glm_dcp_jax.engine.exchange_stats import ExchangeStats
 from glm_dcp_jax.engine.logit_rules import adjustment_sizes, no_adjustments
 from glm_dcp_jax.engine.memory import check_exchange_memory, number_of_pages
 from glm_dcp_jax.engine.page_copies import COPIES_AT_ONCE, page_copier
+from glm_dcp_jax.engine.prompt_scores import PromptScorer
 from glm_dcp_jax.engine.rounds import DecodeRows, Round, Slots, decode_rows, draw, note_drafts
 from glm_dcp_jax.engine.sampling import Scores, adjust, score
 from glm_dcp_jax.engine.scheduler import Work
@@ -46,7 +47,7 @@ class Flight(NamedTuple):
     """What a step under way brings; arrays on the device, which nobody has waited for.
 
     finite: [T], rows without NaN or infinity. scores: of the drawn tokens, [M] rows, or None. drafts: n arrays [L] of
-    what is guessed behind them, or None.
+    what is guessed behind them, or None. prompt_scores: of the batch's scored rows, in blocks, or None.
     """
 
     shape: StepShape
@@ -54,6 +55,7 @@ class Flight(NamedTuple):
     finite: Any
     scores: Scores | None
     drafts: tuple[Any, ...] | None
+    prompt_scores: tuple[Scores, ...] | None
 
 
 class Runner:
@@ -95,6 +97,7 @@ class Runner:
         self._slots: Slots
         self.pools: tuple[Pools, ...]
         self._copier = page_copier(self.mesh, self.layout)
+        self._score_prompt = PromptScorer(self.mesh, self.blueprint.shape)
         self._drafter = None
         if drafts := self.blueprint.drafts_each:
             self._drafter = Drafter(self.blueprint, drafts, self.num_pages, self.parameters)
@@ -144,7 +147,11 @@ class Runner:
         scores = None
         if batch.logprobs:
             scores = score(out.logits, jnp.concatenate([found.decoded.reshape(-1), found.first]))
-        return Flight(batch.shape, found, out.finite, scores, self._draft(batch, rows, found, out.hidden))
+        of_prompts = None
+        if batch.scored is not None:
+            of_prompts = self._score_prompt(self._leaves, out.hidden, batch.scored)
+        drafts = self._draft(batch, rows, found, out.hidden)
+        return Flight(batch.shape, found, out.finite, scores, drafts, of_prompts)
 
     def _draft(self, batch: Batch, rows: DecodeRows, found: Round, hidden: Any) -> tuple[Any, ...] | None:
         if self._drafter is None:
@@ -177,6 +184,8 @@ class Runner:
             return
         for shape in {_lines_of(shape): shape for shape in shapes}.values():
             self._warm_up_sampling(shape)
+        for rows in {shape.total_rows for shape in shapes if shape.blocks[-1].kind == "prefill"}:
+            self._score_prompt.warm_up(self._leaves, rows)
         self._copy_pages([(0, 0)])
         self.compiles.mark_warm()
         _log.info("Compiled %d steps in %.1f s", len(compilations), time.perf_counter() - began)

@@ -30,18 +30,26 @@ _MOST_LOOKED_AT = 64
 class Chunk:
     """Tokens start .. start + count - 1 of a sequence, whose first tokens are in the cache already.
 
-    is_last: whether the next token is sampled behind it.
+    is_last: whether the next token is sampled behind it. first_scored: its first row that tells how likely the prompt's
+    token behind it was; those behind that row do too, up to the prompt's end.
     """
 
     sequence: Sequence
     start: int
     count: int
     is_last: bool
+    first_scored: int
 
     @property
     def end(self) -> int:
         """How many tokens the cache holds afterwards."""
         return self.start + self.count
+
+    @property
+    def scored_tokens(self) -> list[int]:
+        """The prompt's tokens behind the rows that are scored."""
+        sequence = self.sequence
+        return sequence.tokens[self.start + self.first_scored + 1 : min(self.end + 1, sequence.prompt_length)]
 
 
 class Decode(NamedTuple):
@@ -224,12 +232,19 @@ class Scheduler:
         rest = len(sequence.tokens) - start
         count = min(rest, self._buckets.largest_chunk, budget)
         count = min(count, self._config.long_prefill_token_threshold or count)
-        return Chunk(sequence, start, count, count == rest)
+        return Chunk(sequence, start, count, count == rest, self._first_scored(sequence, start, count))
+
+    def _first_scored(self, sequence: Sequence, start: int, count: int) -> int:
+        """The first row that was not scored yet; none for a sequence that does not report its prompt."""
+        if not sequence.reports_prompt:
+            return count
+        return min(max(sequence.scored - start, 0), count)
 
     def _add(self, work: Work, chunk: Chunk) -> None:
         work.chunks.append(chunk)
         chunk.sequence.computed = chunk.end
         chunk.sequence.in_flight += chunk.is_last
+        chunk.sequence.scored = max(chunk.sequence.scored, chunk.end)
 
     def _fits(self, work: Work, chunk: Chunk) -> bool:
         """One chunk of any length, or a few short ones of short prompts; a chunk that waits is not cut for them."""
@@ -281,7 +296,7 @@ class Scheduler:
             whole, rest = divmod(last, self._layout.virtual_block)
             source = leader.pages[whole] if rest else None
             return Match(0, last, tuple(leader.pages[:whole]), (), source, rest)
-        if sequence.keys is None or sequence.params.prompt_logprobs is not None:
+        if sequence.keys is None or (sequence.reports_prompt and sequence.scored < sequence.prompt_length):
             return Match()
         return self.prefixes.match(sequence.keys, last)
 

@@ -20,6 +20,7 @@ class Sequence:
 
     computed: tokens that the cache holds or that a step under way puts there. in_flight: steps under way that will
     bring it tokens. slot: its place in the device's state while it runs; fed: whether that place knows its last token.
+    scored: tokens whose successor's probability is known, or is being computed.
     promised, delivered: blocks up to which others wait for it, and up to which they need not any more. preemptions: how
     often it lost its pages.
     """
@@ -44,6 +45,7 @@ class Sequence:
     promised: int = 0
     delivered: int = 0
     cached_tokens: int = 0
+    scored: int = 0
     preemptions: int = 0
     drafts: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
@@ -61,6 +63,11 @@ class Sequence:
     def pages(self) -> list[int]:
         """Its pages, in the order of its tokens; none while it waits."""
         return [] if self.table is None else self.table.pages
+
+    @property
+    def reports_prompt(self) -> bool:
+        """Whether it tells how likely the prompt's tokens were: of a request's sequences, the first does."""
+        return self.params.prompt_logprobs is not None and self.index == 0
 
     @property
     def prefilling(self) -> bool:
@@ -123,6 +130,6 @@ class Request:
             prompt_token_ids=self.prompt_token_ids,
             outputs=[sequence.output() for sequence in self.sequences],
             finished=self.finished,
-            prompt_logprobs=first.prompt_logprobs if first.params.prompt_logprobs is not None else None,
+            prompt_logprobs=None if first.params.prompt_logprobs is None else [None, *first.prompt_logprobs],
             num_cached_tokens=first.cached_tokens,
         )

@@ -7,7 +7,6 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
@@ -179,9 +178,7 @@ class CompiledSteps:
         """One segment's function of (its leaves, its pools, flow, blocks, logit_rows)."""
         settings, reads = self.settings, self.readers[number]
         paths = tuple(self.path_of(block) for block in wanted.blocks)
-        definition = self.shape.definition
-        tree = jax.tree.structure(self.shape.parameters)
-        all_specs = jax.tree.leaves(self.shape.specs, is_leaf=lambda leaf: isinstance(leaf, P))
+        all_specs = self.shape.leaf_specs
         of_pools = pool_specs(settings.layout)
 
         def on_device(
@@ -191,9 +188,7 @@ class CompiledSteps:
             blocks: tuple[Block, ...],
             logit_rows: Int[Array, " M"],
         ) -> SegmentOutput:
-            present = dict(zip(reads, leaves, strict=True))
-            everything = [present.get(at) for at in range(len(all_specs))]
-            network = nnx.merge(definition, jax.tree.unflatten(tree, everything))
+            network = self.shape.network(reads, leaves)
             return network.segment(number, flow, pools, blocks, logit_rows, paths, settings, wanted.capture)
 
         return jax.shard_map(

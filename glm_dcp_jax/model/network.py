@@ -1,6 +1,7 @@
 """The whole network: embedding, runs of share groups, final norm, output head."""
 
 import itertools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -270,6 +271,23 @@ class NetworkShape(NamedTuple):
             return (None,)
         run = self.stages[keys[1]]
         return tuple(run.layer(group, keys[3]) for group in range(run.num_groups))
+
+    @property
+    def leaf_specs(self) -> tuple[P, ...]:
+        """The PartitionSpec of each of the parameters' leaves."""
+        return tuple(jax.tree.leaves(self.specs, is_leaf=lambda leaf: isinstance(leaf, P)))
+
+    def places(self, *parts: str) -> tuple[int, ...]:
+        """Where among all leaves those of some parts of the network are, such as "head"."""
+        flat, _ = jax.tree_util.tree_flatten_with_path(self.parameters, is_leaf=is_variable)
+        return tuple(at for at, (path, _) in enumerate(flat) if keys_of(path)[0] in parts)
+
+    def network(self, places: Iterable[int], leaves: Iterable[Array]) -> Network:
+        """The network with no other leaves than these, each at its place among all."""
+        present = dict(zip(places, leaves, strict=True))
+        everything = [present.get(at) for at in range(len(self.leaf_specs))]
+        tree = jax.tree.structure(self.parameters)
+        return nnx.merge(self.definition, jax.tree.unflatten(tree, everything))
 
     def on(self, mesh: Mesh) -> Any:
         """The parameters' shapes with their shardings on a mesh: what ahead-of-time compilation needs."""

@@ -68,6 +68,7 @@ def test_a_mixed_load_compiles_nothing(warm):
         changed(GREEDY, temperature=1.0, logprobs=0, stop=["the"], stop_token_ids=[9]),
         changed(GREEDY, temperature=1.0, presence_penalty=0.5, min_tokens=3, ignore_eos=False),
         changed(GREEDY, max_tokens=None),
+        changed(GREEDY, prompt_logprobs=1),
     ]
     generate(warm, prompts, [some[row % len(some)] for row in range(len(prompts))])
     for row, prompt in enumerate(prompts):

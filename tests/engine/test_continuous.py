@@ -61,8 +61,3 @@ def test_a_common_prefix_is_computed_once_and_counted_exactly(directory, devices
     assert llm.engine.reset_prefix_cache()
     assert generate(llm, prompts[:1])[0].num_cached_tokens == 0
     check_idle(llm)
-
-
-def test_what_is_not_there_yet_is_refused(llm):
-    with pytest.raises(ValueError, match="prompt_logprobs are not available yet"):
-        only(llm, MIXED[0], prompt_logprobs=1)
