@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from glm_dcp_jax.config import ConfigError
+from glm_dcp_jax.config.engine import MAX_VIRTUAL_DEVICES
 
 MIN_POOL_THREADS = 32
 THREADS_PER_DEVICE = 4
@@ -52,7 +53,8 @@ def prepare(num_devices: int) -> None:
     On NVIDIA GPUs only the compilation cache is set. Without one, jax is kept on the CPU, which gets that many virtual
     devices and enough threads. May be called more than once; a later call may ask for more while jax has not started.
 
-    Raises ConfigError if jax has already started with fewer CPU devices, or if there is a GPU but no jax for it.
+    Raises ConfigError for more virtual devices than MAX_VIRTUAL_DEVICES, if jax has already started with fewer CPU
+    devices, or if there is a GPU but no jax for it.
     """
     _cache_compilations()
     if has_nvidia_gpu():
@@ -70,6 +72,11 @@ def prepare(num_devices: int) -> None:
 
 
 def _virtual_devices(count: int) -> None:
+    if count > MAX_VIRTUAL_DEVICES:
+        raise ConfigError(
+            f"{count} virtual CPU devices would take this machine down; lower tensor_parallel_size, which is at most "
+            f"{MAX_VIRTUAL_DEVICES} without a GPU"
+        )
     threads = max(MIN_POOL_THREADS, THREADS_PER_DEVICE * count)
     given = os.environ.get("PJRT_NPROC", "")
     pool = int(given) if given.isdecimal() else os.cpu_count() or 1

@@ -19,22 +19,28 @@ JSON and PNG.
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from lib.interrupt import exit_on_interrupt
+
 from glm_dcp_jax import environment
 from glm_dcp_jax.config import CacheConfig, ConfigError, EngineConfig, ModelConfig, ParallelConfig
-from glm_dcp_jax.plan import glm52
+from glm_dcp_jax.config.engine import MAX_VIRTUAL_DEVICES
+from glm_dcp_jax.config.speculative import MOST_DRAFTS
 
 PATHS = ("queries", "records", "bulk")
 STEPS_A_TURN = 4
-MOST_DEVICES = 64
-"""Virtual devices share the machine: thousands would take it down before anything is said."""
+MOST_REQUESTS = 1024
+"""Of one step: more would be compiled for, and take the machine's memory, before anything is said."""
+MOST_REPEATS = 10_000
 LAYERS = {
     "model_type": "glm_moe_dsa",
     "num_hidden_layers": 14,
@@ -42,7 +48,6 @@ LAYERS = {
     "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 11,
     "rope_theta": 8e6,
 }
-GLM = glm52.CONFIG | LAYERS | {"n_routed_experts": 32}
 SMALL = LAYERS | {
     "vocab_size": 4096,
     "hidden_size": 256,
@@ -63,6 +68,15 @@ SMALL = LAYERS | {
 }
 
 
+def model_config(on_gpu: bool) -> dict[str, Any]:
+    """config.json of the random model."""
+    if not on_gpu:
+        return SMALL
+    from glm_dcp_jax.plan import glm52  # loads jax, which takes seconds
+
+    return glm52.CONFIG | LAYERS | {"n_routed_experts": 32}
+
+
 def parse(arguments: list[str] | None, on_gpu: bool) -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
@@ -76,28 +90,42 @@ def parse(arguments: list[str] | None, on_gpu: bool) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--output", type=Path, metavar="DIRECTORY")
     given = parser.parse_args(arguments)
-    for name in ("dcp", "contexts", "concurrency"):
-        if min(getattr(given, name)) < 1:
-            parser.error(f"--{name} must be at least 1")
-    if max(given.dcp) > MOST_DEVICES:
-        parser.error(f"--dcp must be at most {MOST_DEVICES}")
-    if min(given.mtp) < 0 or given.repeats < 1:
-        parser.error("--mtp must be at least 0, and --repeats at least 1")
+    if 1 in given.dcp:
+        parser.error(
+            "--dcp 1 leaves nothing to exchange, so that all paths are the same program; use 2 or more"
+        )
+    longest = model_config(on_gpu)["max_position_embeddings"]
+    for name, least, most in (
+        ("dcp", 2, MAX_VIRTUAL_DEVICES),
+        ("contexts", 1, longest),
+        ("concurrency", 1, MOST_REQUESTS),
+        ("mtp", 0, MOST_DRAFTS),
+        ("repeats", 1, MOST_REPEATS),
+    ):
+        value = getattr(given, name)
+        values = value if isinstance(value, list) else [value]
+        if min(values) < least:
+            parser.error(f"--{name} must be at least {least}")
+        if max(values) > most:
+            parser.error(f"--{name} must be at most {most}")
     if min(given.contexts) <= max(given.mtp) + 1:
         parser.error("--contexts must be longer than the rows of a request")
     return given
 
 
 class Bench:
-    """A random model and cache on the first `dcp` devices, and its decode steps by each path."""
+    """A random model and cache on the first `dcp` devices, and its decode steps by each path.
 
-    def __init__(self, dcp: int, on_gpu: bool, pages_tokens: int) -> None:
+    Raises ConfigError if the machine cannot hold a cache of so many requests with so many tokens each.
+    """
+
+    def __init__(self, dcp: int, on_gpu: bool, requests: int, context: int) -> None:
         import jax
 
         from glm_dcp_jax.engine.blueprint import Blueprint
         from glm_dcp_jax.parallel.mesh import make_mesh
 
-        model = ModelConfig.from_hf(GLM if on_gpu else SMALL)
+        model = ModelConfig.from_hf(model_config(on_gpu))
         cache = CacheConfig(kv_cache_dtype="nvfp4_ds_mla" if on_gpu else "float32")
         self.blueprints = {}
         for path in PATHS:
@@ -106,11 +134,13 @@ class Bench:
             self.blueprints[path] = Blueprint(config, model, make_mesh(parallel))
         one = self.blueprints["bulk"]
         self.layout, self.vocab_size = one.layout, model.vocab_size
+        pages = requests * one.layout.pages_for(context) + 1
+        _check_cache(one, pages, f"--contexts {context} and --concurrency {requests}")
         self.parameters = jax.jit(
             lambda: jax.tree.map(_random_parameter, one.shape.parameters, is_leaf=_is_variable),
             out_shardings=jax.tree.map(lambda leaf: leaf.sharding, one.parameters()),
         )()
-        self.pools = _random_pools(one, one.layout.pages_for(pages_tokens) + 1)
+        self.pools = _random_pools(one, pages)
 
     def measure(self, requests: int, rows: int, context: int, repeats: int) -> dict[str, dict[str, float]]:
         """For each path: seconds of a step, bytes received, collectives that block, and of the last step the share of
@@ -157,6 +187,25 @@ class Bench:
                 "overflowing_groups": int(moved[path].overflows),
             }
         return found
+
+
+def _check_cache(blueprint: Any, pages: int, asked: str) -> None:
+    """Raise ConfigError if the machine cannot hold so many pages. asked: by which flags."""
+    from glm_dcp_jax.engine.memory import number_of_pages
+
+    cache = CacheConfig(num_gpu_blocks_override=pages)
+    try:
+        number_of_pages(
+            cache,
+            blueprint.model,
+            blueprint.layout,
+            blueprint.record,
+            blueprint.mesh,
+            workspace=lambda pages: 0,
+        )
+    except ConfigError as error:
+        reason = str(error).partition(";")[0]
+        raise ConfigError(f"{reason}; lower {asked}") from None
 
 
 def _is_variable(leaf: Any) -> bool:
@@ -262,46 +311,63 @@ def plot(results: list[dict[str, Any]], file: Path) -> None:
     figure.savefig(file, dpi=120)
 
 
-def main(argv: list[str] | None = None) -> int:
-    on_gpu = environment.has_nvidia_gpu()
-    given = parse(argv, on_gpu)
-    try:
-        environment.prepare(max(given.dcp))
-        import jax
+def _check_output(folder: Path) -> None:
+    """Raise OSError or ConfigError now for files that could not be written when all is measured."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in (folder / "dcp.json", folder / "dcp.png"):
+        is_new = not file.exists()
+        file.open("ab").close()
+        if is_new:
+            file.unlink()
+    if find_spec("matplotlib") is None:
+        raise ConfigError("--output draws with matplotlib, which is not installed: pip install -e '.[bench]'")
 
-        jax.config.update("jax_default_matmul_precision", "highest")
-        have = jax.device_count()
-        if max(given.dcp) > have:
-            raise ConfigError(f"--dcp {max(given.dcp)} needs as many devices, and there are {have}")
-        if given.output:
-            given.output.mkdir(parents=True, exist_ok=True)
-    except (ConfigError, OSError) as error:
-        print(f"bench_dcp: {error}", file=sys.stderr)
-        return 2
+
+def run(given: argparse.Namespace, on_gpu: bool, command: str) -> None:
+    """Measure and print everything, and write what --output asks for. Raises ConfigError and OSError."""
+    if given.output:
+        _check_output(given.output)
+    environment.prepare(max(given.dcp))
+    import jax
+
+    jax.config.update("jax_default_matmul_precision", "highest")
+    have = jax.device_count()
+    if max(given.dcp) > have:
+        raise ConfigError(f"--dcp {max(given.dcp)} needs as many devices, and there are {have}")
     device = jax.devices()[0].device_kind
     print(f"{device}, jax {jax.__version__}, {os.cpu_count()} cores", flush=True)
     results: list[dict[str, Any]] = []
-    print("\n".join(table([]).splitlines()), flush=True)
+    print(table([]), flush=True)
     about = {"device": device, "jax": jax.__version__, "cores": os.cpu_count(), "repeats": given.repeats}
-    about["command"] = " ".join([".venv/bin/python scripts/bench_dcp.py", *(argv or sys.argv[1:])])
+    about["command"] = command
     for dcp in given.dcp:
-        bench = Bench(dcp, on_gpu, max(given.contexts) * max(given.concurrency))
-        for mtp in given.mtp:
-            for context in given.contexts:
-                for requests in given.concurrency:
-                    paths = bench.measure(requests, 1 + mtp, context, given.repeats)
-                    result = {"dcp": dcp, "mtp": mtp, "context": context, "concurrency": requests}
-                    results.append(result | {"paths": paths})
-                    print(table(results[-1:]).splitlines()[-1], flush=True)
-                    if given.output:
-                        text = json.dumps({"about": about, "results": results}, indent=1) + "\n"
-                        (given.output / "dcp.json").write_text(text)
+        bench = Bench(dcp, on_gpu, max(given.concurrency), max(given.contexts))
+        for mtp, context, requests in itertools.product(given.mtp, given.contexts, given.concurrency):
+            paths = bench.measure(requests, 1 + mtp, context, given.repeats)
+            result = {"dcp": dcp, "mtp": mtp, "context": context, "concurrency": requests}
+            results.append(result | {"paths": paths})
+            print(table(results[-1:]).splitlines()[-1], flush=True)
+            if given.output:
+                text = json.dumps({"about": about, "results": results}, indent=1) + "\n"
+                (given.output / "dcp.json").write_text(text)
         del bench
     if given.output:
         plot(results, given.output / "dcp.png")
         print(f"wrote dcp.json and dcp.png to {given.output}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    on_gpu = environment.has_nvidia_gpu()
+    given = parse(argv, on_gpu)
+    command = " ".join([".venv/bin/python scripts/bench_dcp.py", *(argv or sys.argv[1:])])
+    try:
+        run(given, on_gpu, command)
+    except (ConfigError, OSError) as error:
+        print(f"bench_dcp: {error}", file=sys.stderr)
+        return 2
     return 0
 
 
 if __name__ == "__main__":
+    exit_on_interrupt("bench_dcp")
     sys.exit(main())

@@ -2,7 +2,10 @@
 
 import sys
 
-from glm_dcp_jax.plan.decode_command import main
+from lib.interrupt import exit_on_interrupt
 
 if __name__ == "__main__":
+    exit_on_interrupt("dcp_schedule")
+    from glm_dcp_jax.plan.decode_command import main  # loads jax, which takes seconds
+
     sys.exit(main())

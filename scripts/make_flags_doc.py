@@ -21,12 +21,18 @@ and the cache 32 MiB, so that the built-in model answers soon.
 
 `scripts/serve MODEL --block-size 64` on the command line, and with underscores in Python: `LLM(model, block_size=64)`.
 
+- `auto` among the values: the engine chooses, as the last column says.
+- Where the default is (unset), the last column says what that means.
+- A length takes a number, also as 4k (4000), 4K (4096) or 25.6k; `auto` and `-1` are as if the flag were not given. In
+  Python it is an int, and `None` leaves any flag unset.
+- A switch that is on is turned off by `--no-` before its name.
+
 """
 
 SERVER = """
 ## Server
 
-On the command line only.
+On the command line only. [server.md](server.md) says what the server answers.
 
 """
 
@@ -40,10 +46,13 @@ Known, and not supported. Each is refused by name when it is given, rather than 
 
 def engine_row(flag: Flag) -> tuple[str, ...]:
     """An engine flag: its spellings, what it takes, its default, what it does."""
-    kind = value_type(flag.name)
-    value = "(switch)" if kind is bool else " or ".join(flag.choices) or kind.__name__
-    default = field_of(flag.name).default
-    shown = f"`{default}`" if isinstance(default, int | float | str) and kind is not bool else ""
+    kind, default = value_type(flag.name), field_of(flag.name).default
+    value = " or ".join(flag.choices) or kind.__name__
+    shown = f"`{default}`" if isinstance(default, int | float | str) else "(unset)"
+    if kind is bool:
+        value, shown = "switch", "on" if default else "off"
+    elif flag.name in server.LENGTHS:
+        value = "length, `auto` or `-1`"
     return ", ".join(f"`{name}`" for name in (flag.option, flag.short) if name), value, shown, flag.help
 
 

@@ -49,6 +49,13 @@ def test_more_devices_than_needed_are_kept():
     assert output("prepare(4)" + REPORT, XLA_FLAGS=flag, PJRT_NPROC="2") == ["6", "cpu", "32", flag]
 
 
+def test_more_virtual_devices_than_a_machine_bears_are_refused():
+    done = run("prepare(65)")
+    assert "ConfigError: 65 virtual CPU devices would take this machine down" in done.stderr
+    assert "at most 64" in done.stderr
+    assert output("prepare(64)\nprint(os.environ['PJRT_NPROC'])") == ["256"]
+
+
 def test_one_device_needs_nothing():
     code = "prepare(1)\nprint(os.environ.get('XLA_FLAGS'), os.environ.get('PJRT_NPROC'))"
     assert output(code) == ["None", "None"]

@@ -1,15 +1,19 @@
-"""scripts/serve and scripts/test: what they install, when, and what they start.
+"""scripts/serve and scripts/test: what they install, when, and what they start. Then what the DCP scripts refuse.
 
 The interpreter is a stand-in that notes its arguments and installs nothing; the shell scripts are the real ones.
 """
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from glm_dcp_jax import plan
 
 ROOT = Path(__file__).parent.parent
 PYTHON = """#!/bin/sh
@@ -156,8 +160,67 @@ def test_two_at_once_install_once(checkout):
     assert said.count(b"waiting for another install") == 1
 
 
-def test_a_bench_of_absurdly_many_devices_is_refused():
-    done = subprocess.run(
-        [sys.executable, "scripts/bench_dcp.py", "--dcp", "100000"], cwd=ROOT, capture_output=True, text=True
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--dcp 100000", "--dcp must be at most 64"),
+        (
+            "--dcp 2 1",
+            "--dcp 1 leaves nothing to exchange, so that all paths are the same program; use 2 or more",
+        ),
+        ("--concurrency 100000000", "--concurrency must be at most 1024"),
+        ("--contexts 1000000000", "--contexts must be at most 131072"),
+        ("--mtp 8", "--mtp must be at most 7"),
+    ],
+)
+def test_a_bench_that_makes_no_sense_is_refused(flags, message):
+    done = run_script("bench_dcp.py", *flags.split())
+    assert done.returncode == 2 and message in done.stderr
+
+
+def test_a_bench_whose_figures_cannot_be_written_is_not_begun(tmp_path):
+    (tmp_path / "dcp.json").mkdir()
+    done = run_script("bench_dcp.py", "--dcp", "2", "--output", str(tmp_path))
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("bench_dcp: ") and "dcp.json" in done.stderr
+
+
+def test_a_bench_beyond_the_machines_memory_is_refused(tmp_path):
+    flags = "--dcp 2 --contexts 131072 --concurrency 1024"
+    done = run_script("bench_dcp.py", *flags.split())
+    assert done.returncode == 2
+    assert "this machine has" in done.stderr
+    assert done.stderr.endswith("; lower --contexts 131072 and --concurrency 1024\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "begins"),
+    [("bench_dcp.py --dcp 2", "| conc. |"), ("dcp_schedule.py --target 2xH200", "compiling queries")],
+)
+def test_an_interrupt_ends_a_script_at_once_and_in_one_line(command, begins):
+    """It comes while XLA compiles, which Python cannot interrupt."""
+    if command.startswith("dcp_schedule") and plan.compiler_plugin() is None:
+        pytest.skip("compiles for GPUs that are not here: needs the extra [aot]")
+    script, *flags = command.split()
+    process = subprocess.Popen(
+        [sys.executable, f"scripts/{script}", *flags],
+        cwd=ROOT,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
-    assert done.returncode == 2 and "--dcp must be at most 64" in done.stderr
+    while begins not in process.stdout.readline():
+        assert process.poll() is None
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=5)
+    assert process.returncode == 130
+    assert said.splitlines()[-1] == f"{script.removesuffix('.py')}: interrupted" and "Traceback" not in said
+
+
+def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """One of the Python scripts, without a GPU."""
+    variables = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, f"scripts/{name}", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=120)

@@ -1,5 +1,6 @@
 """Measuring the link of a DCP group: a few exchanges of two sizes, timed on the mesh that will run them."""
 
+import contextlib
 import json
 import logging
 import math
@@ -24,6 +25,8 @@ _log = logging.getLogger(__name__)
 
 _SMALL, _LARGE = 4 * 2**10, 2**20
 """Bytes that each rank hands out."""
+_RECEIVED = 8 * 2**20
+"""Most bytes that each rank gets: virtual devices share a machine, whose memory all of them together would take."""
 _CHAIN = 8
 """Exchanges that one program runs, each on what the one before brought: a single one would be lost in its start."""
 _REPEATS = 7
@@ -38,8 +41,9 @@ def measured_link(mesh: Mesh, transport: Transport, folder: Path | None = None) 
     if file and (kept := _read(file)):
         return kept
     world = mesh.shape[DCP]
-    few, many = (_seconds(mesh, transport, size) for size in (_SMALL, _LARGE))
-    moved = (world - 1) * (_LARGE - _SMALL)
+    large = min(_LARGE, _RECEIVED // world)
+    few, many = (_seconds(mesh, transport, size) for size in (_SMALL, large))
+    moved = (world - 1) * (large - _SMALL)
     bandwidth = moved / max(many - few, 1e-9)
     latency = max(few - (world - 1) * _SMALL / bandwidth, 1e-7)
     link = Link(latency, bandwidth, "measured")
@@ -96,10 +100,13 @@ def _read(file: Path) -> Link | None:
 
 def _write(file: Path, link: Link) -> None:
     """A folder that cannot be written costs a measurement at the next start, nothing else."""
+    scratch = file.with_suffix(f".{os.getpid()}.tmp")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        scratch = file.with_suffix(f".{os.getpid()}.tmp")
         scratch.write_text(json.dumps({"latency": link.latency, "bandwidth": link.bandwidth}))
         scratch.replace(file)
     except OSError as error:
         _log.warning("the measured link is not kept: %s", error)
+    finally:
+        with contextlib.suppress(OSError):
+            scratch.unlink(missing_ok=True)

@@ -19,7 +19,9 @@ _FLOAT32 = 4
 
 
 class Estimate(NamedTuple):
-    """Of one path, for all layers of one decode step. received: bytes that each device gets from others.
+    """Of one path, for all layers of one decode step. received: bytes that each device is expected to get from others,
+    by the step's shapes: without the rounds of overflows; where exchanges have too little memory for what a selection
+    typically brings, the typical count of records instead of the room that rounds have.
 
     waited: seconds that the step waits for its exchanges; modelled.
     """

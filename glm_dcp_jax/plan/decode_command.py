@@ -9,12 +9,27 @@ from typing import Any
 
 from glm_dcp_jax import environment
 from glm_dcp_jax.config import ConfigError
-from glm_dcp_jax.config.engine import RECORD_FORMATS, TRANSPORTS
+from glm_dcp_jax.config.engine import COMM_BACKENDS, RECORD_FORMATS, TRANSPORTS
+from glm_dcp_jax.config.flags import in_flags
+from glm_dcp_jax.kernels.sparse_attention import MOST_ROWS
 from glm_dcp_jax.parallel.link import Link
 from glm_dcp_jax.plan import glm52
 from glm_dcp_jax.plan.decode_schedule import LAYERS, MOST_DRAFTS, NOTE, PATHS, DecodeStep, report
 from glm_dcp_jax.plan.gpus import known_gpus, target
 from glm_dcp_jax.plan.link import LINKS, default_link, parse_link
+
+MOST_KERNEL_US = 1e6
+_SPELLED = {
+    "tensor_parallel_size": "--tp",
+    "decode_context_parallel_size": "--dcp",
+    "dcp_comm_backend": "--dcp-comm-backend",
+    "dcp_indexer_shards": "--dcp-indexer-shards",
+    "dcp_transport": "--transport",
+    "kv_cache_dtype": "--kv-cache-dtype",
+    "cp_kv_cache_interleave_size": "--interleave",
+    "step_segments": "--segments",
+}
+"""What this command calls the engine's settings."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = parse(sys.argv[1:] if argv is None else argv)
         printed = figures(command)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {in_flags(str(error), _SPELLED)}", file=sys.stderr)
         return 2
-    print(json.dumps(printed, indent=1))
+    print(json.dumps(printed, indent=1, allow_nan=False))
     return 0
 
 
@@ -44,8 +59,8 @@ def parse(argv: Sequence[str]) -> Command:
     flags = _parser().parse_args(argv)
     where = target(flags.target)
     tp = where.count if flags.tp is None else flags.tp
-    if not 0 <= flags.kernel_us < float("inf"):
-        raise ConfigError(f"--kernel-us must be a number of at least 0, but is {flags.kernel_us}")
+    if not 0 <= flags.kernel_us <= MOST_KERNEL_US:
+        raise ConfigError(f"--kernel-us must be from 0 to {MOST_KERNEL_US:g}, but is {flags.kernel_us}")
     steps = (
         DecodeStep(
             where,
@@ -58,6 +73,8 @@ def parse(argv: Sequence[str]) -> Command:
             kv_cache_dtype=flags.kv_cache_dtype,
             interleave=flags.interleave,
             transport=flags.transport,
+            comm_backend=flags.dcp_comm_backend,
+            indexer_shards=flags.dcp_indexer_shards,
             layers=flags.layers,
             segments=flags.segments,
         )
@@ -81,6 +98,8 @@ def figures(command: Command) -> dict[str, Any]:
         "kv_cache_dtype": step.kv_cache_dtype,
         "interleave": step.interleave,
         "transport": step.blueprint.transport._asdict(),
+        "dcp_comm_backend": step.comm_backend,
+        "dcp_indexer_shards": step.indexer_shards,
         "compiler_options": step.blueprint.steps.compiler_options,
         "layers": _layers(step),
         "link": command.link._asdict(),
@@ -108,9 +127,12 @@ def _layers(step: DecodeStep) -> str:
 
 def _paths(words: Sequence[str]) -> tuple[str, ...]:
     """`all`, or the named ones, each once, in the order of PATHS."""
+    allowed = f"use {', '.join(PATHS)}, several of them, or all"
     asked = {name for word in words for name in word.split(",") if name}
+    if not asked:
+        raise ConfigError(f"--path names none; {allowed}")
     for name in sorted(asked - {"all", *PATHS}):
-        raise ConfigError(f"there is no --path {name!r}; use {', '.join(PATHS)}, several of them, or all")
+        raise ConfigError(f"there is no --path {name!r}; {allowed}")
     return tuple(path for path in PATHS if path in asked or "all" in asked)
 
 
@@ -125,7 +147,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--tp", type=int, help="tensor parallel size (default: the target's count)")
     add("--dcp", type=int, help="decode context parallel size (default: tp)")
     add("--path", nargs="+", default=["all"], help=f"{', '.join(PATHS)}, several of them, or all (default)")
-    add("--concurrency", type=int, default=1, help="requests of a step (default: 1)")
+    add(
+        "--concurrency",
+        type=int,
+        default=1,
+        help=f"requests of a step: at most {MOST_ROWS} rows, and what the GPUs' memory holds (default: 1)",
+    )
     add(
         "--mtp",
         type=int,
@@ -138,10 +165,21 @@ def _parser() -> argparse.ArgumentParser:
         default="nvfp4_ds_mla",
         help=f"{', '.join(RECORD_FORMATS)} (default: nvfp4_ds_mla)",
     )
+    add(
+        "--dcp-comm-backend",
+        default="ag_rs",
+        help=f"path queries: how partial outputs are merged, {' or '.join(COMM_BACKENDS)} (default: ag_rs)",
+    )
+    add("--dcp-indexer-shards", type=int, default=1, help="parts of the index keys; divides dcp (default: 1)")
     add("--interleave", type=int, default=1, help="consecutive tokens kept on one rank (default: 1)")
     add("--transport", default="auto", help=f"{', '.join(TRANSPORTS)} (default: auto, by the GPUs' link)")
     add("--link", help=f"{', '.join(LINKS)}, or BANDWIDTH,LATENCY in bytes/s and s (default: the GPU's)")
     add("--layers", default="short", help=f"what is compiled: {' or '.join(LAYERS)} (default: short)")
     add("--segments", type=int, help="with --layers full: programs of a step (default: the engine's)")
-    add("--kernel-us", type=float, default=0.0, help="what every kernel takes at least, in us (default: 0)")
+    add(
+        "--kernel-us",
+        type=float,
+        default=0.0,
+        help="what every kernel takes at least, in us; at most 1e6 (default: 0)",
+    )
     return parser

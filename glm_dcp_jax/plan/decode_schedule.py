@@ -8,10 +8,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from glm_dcp_jax.cache.capacity import GIB, page_bytes
+from glm_dcp_jax.cache.placement import Layout
 from glm_dcp_jax.config import CacheConfig, ConfigError, EngineConfig, ModelConfig, ParallelConfig
 from glm_dcp_jax.config.engine import at_least, one_of
 from glm_dcp_jax.engine.blueprint import Blueprint
+from glm_dcp_jax.engine.formats import Formats
 from glm_dcp_jax.engine.steps import BlockShape, StepShape
+from glm_dcp_jax.kernels.sparse_attention import MOST_ROWS
 from glm_dcp_jax.parallel.link import Link
 from glm_dcp_jax.parallel.mesh import make_mesh
 from glm_dcp_jax.plan import glm52
@@ -62,14 +66,16 @@ class DecodeStep:
     kv_cache_dtype: str = "nvfp4_ds_mla"
     interleave: int = 1
     transport: str = "auto"
+    comm_backend: str = "ag_rs"
+    indexer_shards: int = 1
     layers: str = "short"
     segments: int | None = None
 
     def __post_init__(self) -> None:
         one_of("--path", self.path, PATHS)
         one_of("--layers", self.layers, LAYERS)
-        at_least("--concurrency", self.requests, 1)
         at_least("--mtp", self.drafts, 0, MOST_DRAFTS)
+        at_least("--concurrency", self.requests, 1, MOST_ROWS // self.rows)
         at_least("--context", self.context, self.rows, self.model.max_position_embeddings)
         if self.layers == "short" and self.segments not in (None, 1):
             raise ConfigError(f"--segments {self.segments} needs all layers; add --layers full")
@@ -77,7 +83,7 @@ class DecodeStep:
             raise ConfigError(f"--tp {self.tp} needs {self.tp} GPUs, but the target is {self.target}")
         if self.dcp == 1:
             raise ConfigError("--dcp 1 leaves nothing to exchange; use 2 or more")
-        _ = self.config  # ConfigErrors of the engine's own
+        self._check_cache()
 
     @property
     def rows(self) -> int:
@@ -95,8 +101,10 @@ class DecodeStep:
         parallel = ParallelConfig(
             self.tp,
             self.dcp,
+            self.comm_backend,
             dcp_decode_path=self.path,
             dcp_transport=self.transport,
+            dcp_indexer_shards=self.indexer_shards,
             step_segments=1 if self.layers == "short" else self.segments,
         )
         cache = CacheConfig(cp_kv_cache_interleave_size=self.interleave, kv_cache_dtype=self.kv_cache_dtype)
@@ -146,6 +154,19 @@ class DecodeStep:
             )
             for schedule in schedules
         )
+
+    def _check_cache(self) -> None:
+        """Raise ConfigError, besides those of the engine's own flags, for requests whose cache the GPUs cannot hold."""
+        cache = self.config.cache
+        layout = Layout(cache.block_size, self.dcp, self.interleave, self.indexer_shards)
+        record = Formats.of(self.config, self.model, on_cpu=False).record
+        pages = self.requests * layout.pages_for(self.context) + 1
+        needed, there = pages * page_bytes(glm52.glm52(), layout, record), self.target.memory_bytes
+        if needed > there:
+            raise ConfigError(
+                f"--concurrency {self.requests} of --context {self.context} needs a cache of {needed / GIB:,.1f} GiB "
+                f"on each GPU, which has {there / GIB:,.1f} GiB; lower one of them, or raise --dcp"
+            )
 
     def _weight(self, schedule: Schedule) -> Weight:
         if self.layers == "full":

@@ -20,6 +20,8 @@ from glm_dcp_jax.parallel.link import NVLINK, PCIE5, Link, assumed_link
 from glm_dcp_jax.plan.schedule import Collective
 
 LINKS = {"pcie5": PCIE5, "nvlink": NVLINK}
+_SLOWEST, _FASTEST, _LONGEST = 1e3, 1e15, 10.0
+"""Bytes/s and seconds beyond which a figure is no link's, and what comes of it no number any more."""
 _ALLOWED = f"{', '.join(LINKS)}, or BANDWIDTH,LATENCY in bytes/s and seconds, as 50e9,10e-6"
 
 
@@ -39,9 +41,10 @@ def parse_link(text: str) -> Link:
         bandwidth, latency = (float(number) for number in text.split(","))
     except ValueError:
         raise ConfigError(f"there is no link {text!r}; use {_ALLOWED}") from None
-    if not 0 < bandwidth < float("inf") or not 0 <= latency < float("inf"):
+    if not _SLOWEST <= bandwidth <= _FASTEST or not 0 <= latency <= _LONGEST:
         raise ConfigError(
-            f"a link's bandwidth is above 0 and its latency at least 0, unlike {text!r}; use {_ALLOWED}"
+            f"a link's bandwidth is from {_SLOWEST:g} to {_FASTEST:g} bytes/s and its latency from 0 to "
+            f"{_LONGEST:g} s, unlike {text!r}; use {_ALLOWED}"
         )
     return Link(latency, bandwidth, "given")
 

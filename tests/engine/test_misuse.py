@@ -105,12 +105,14 @@ def test_threads_take_turns(llm):
     assert [found[token] for token in (1, 2, 3)] == expected
 
 
-@pytest.mark.parametrize("flag", ["kv_cache_memory_bytes", "num_gpu_blocks_override"])
-def test_a_cache_larger_than_the_machine_is_refused(directory, flag):
+@pytest.mark.parametrize(
+    ("flag", "size"), [("kv_cache_memory_bytes", 10**13), ("num_gpu_blocks_override", 10**11)]
+)
+def test_a_cache_larger_than_the_machine_is_refused(directory, flag, size):
     with pytest.raises(
         ConfigError, match=r"takes [\d,.]+ GiB on 1 virtual devices.*this machine has [\d,.]+ GiB"
     ):
-        tiny_llm(directory, **{"num_gpu_blocks_override": None, flag: 10**13})
+        tiny_llm(directory, **{"num_gpu_blocks_override": None, flag: size})
 
 
 def test_without_meminfo_no_cache_is_too_large(monkeypatch):

@@ -1,6 +1,7 @@
 """The measured link: plausible, kept, and measured anew where what was kept is of no use."""
 
 import json
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -9,7 +10,7 @@ from jax.sharding import Mesh
 
 from glm_dcp_jax.parallel import calibrate
 from glm_dcp_jax.parallel.calibrate import measured_link
-from glm_dcp_jax.parallel.mesh import TENSOR_AXES
+from glm_dcp_jax.parallel.mesh import DCP, TENSOR_AXES
 
 
 @pytest.fixture
@@ -53,6 +54,29 @@ def test_a_useless_file_is_made_anew(mesh, tmp_path, monkeypatch, content):
     # One other rank hands out `size` bytes: 1 GB/s, and 100 us before the first.
     assert link.bandwidth == pytest.approx(1e9) and link.latency == pytest.approx(1e-4)
     assert json.loads(file.read_text())["bandwidth"] == link.bandwidth
+
+
+def test_what_a_rank_gets_is_bounded_however_many_there_are(monkeypatch):
+    """Virtual devices share one machine's memory: an exchange of 1 MiB from each of 64 to each would take 4 GiB."""
+    handed_out = []
+    monkeypatch.setattr(
+        calibrate, "_seconds", lambda mesh, transport, size: handed_out.append(size) or size / 1e9
+    )
+    for world in (2, 8, 64):
+        wide = SimpleNamespace(shape={DCP: world})
+        assert measured_link(wide, "direct").bandwidth == pytest.approx((world - 1) * 1e9)
+        assert world * handed_out[-1] <= 8 * 2**20
+    assert handed_out[1::2] == [2**20, 2**20, 2**17]
+
+
+def test_a_file_that_cannot_be_put_in_place_leaves_nothing_behind(mesh, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(calibrate, "_seconds", lambda mesh, transport, size: 1e-4 + size / 1e9)
+    measured_link(mesh, "direct", tmp_path)
+    (file,) = tmp_path.glob("*.json")
+    file.unlink()
+    file.mkdir()
+    measured_link(mesh, "direct", tmp_path)
+    assert list(tmp_path.iterdir()) == [file] and "the measured link is not kept" in caplog.text
 
 
 def test_a_folder_that_cannot_be_written_costs_nothing_else(mesh, tmp_path, monkeypatch, caplog):

@@ -28,7 +28,7 @@ def test_flags_reach_the_engine():
     flags = (
         "--target 4xRTX-PRO-6000 --tp 4 --dcp 2 --path bulk,queries bulk --concurrency 3 --mtp 2 --context 8192 "
         "--kv-cache-dtype fp8 --interleave 16 --transport ce --link 25e9,7e-6 --layers full --segments 3 "
-        "--kernel-us 1.5"
+        "--kernel-us 1.5 --dcp-comm-backend a2a --dcp-indexer-shards 2"
     )
     command = parse(flags.split())
     assert [step.path for step in command.steps] == ["queries", "bulk"]
@@ -36,6 +36,7 @@ def test_flags_reach_the_engine():
     parallel, cache = step.config.parallel, step.config.cache
     assert (parallel.tensor_parallel_size, parallel.decode_context_parallel_size) == (4, 2)
     assert (parallel.dcp_decode_path, parallel.dcp_transport, parallel.step_segments) == ("bulk", "ce", 3)
+    assert (parallel.dcp_comm_backend, parallel.dcp_indexer_shards) == ("a2a", 2)
     assert (cache.kv_cache_dtype, cache.cp_kv_cache_interleave_size) == ("fp8", 16)
     assert (step.requests, step.rows, step.context, step.model.num_hidden_layers) == (3, 3, 8192, 78)
     assert (command.link.bandwidth, command.link.latency) == (25e9, 7e-6)
@@ -50,25 +51,46 @@ def test_the_link_is_that_of_the_gpus():
     ("flags", "message"),
     [
         ("--target 8xH300", "no GPU 'H300' is known; use COUNTxGPU"),
-        ("--target 8xH200 --dcp 3", "3 does not divide tensor_parallel_size 8; use one of 1, 2, 4, 8"),
+        ("--target 8xH200 --dcp 3", "--dcp 3 does not divide --tp 8; use one of 1, 2, 4, 8"),
         ("--target 8xH200 --dcp 1", "--dcp 1 leaves nothing to exchange; use 2 or more"),
         ("--target 4xH200 --tp 8", "--tp 8 needs 8 GPUs, but the target is 4xH200"),
         (
             "--target 8xH200 --path fast",
             "no --path 'fast'; use queries, records, bulk, several of them, or all",
         ),
+        (
+            "--target 8xH200 --path ,",
+            "--path names none; use queries, records, bulk, several of them, or all",
+        ),
+        ("--target 8xH200 --path=", "--path names none"),
+        ("--target 8xH200 --concurrency 100000000", "--concurrency must be at most 65535, but is 100000000"),
+        ("--target 8xH200 --concurrency 8192 --mtp 7", "--concurrency must be at most 8191, but is 8192"),
+        ("--target 8xH200 --concurrency 8191", "GiB on each GPU, which has 140.4 GiB; lower one of them"),
         ("--target 8xH200 --concurrency 0", "--concurrency must be an integer of at least 1, but is 0"),
         ("--target 8xH200 --mtp 8", "--mtp must be at most 7, but is 8"),
         ("--target 8xH200 --context 2 --mtp 3", "--context must be an integer of at least 4, but is 2"),
         ("--target 8xH200 --context 2000000", "--context must be at most 1048576"),
-        ("--target 8xH200 --kv-cache-dtype int8", "kv_cache_dtype 'int8' is unknown; use one of"),
-        ("--target 8xH200 --interleave 5", "5 does not divide block_size 64; use one of 1, 2, 4"),
-        ("--target 8xH200 --transport nccl", "'nccl' is unknown; use one of auto, ce, direct"),
+        ("--target 8xH200 --kv-cache-dtype int8", "--kv-cache-dtype 'int8' is unknown; use one of"),
+        (
+            "--target 8xH200 --interleave 5",
+            "--interleave 5 does not divide block_size 64; use one of 1, 2, 4",
+        ),
+        ("--target 8xH200 --transport nccl", "--transport 'nccl' is unknown; use one of auto, ce, direct"),
+        (
+            "--target 8xH200 --dcp-comm-backend ring",
+            "--dcp-comm-backend 'ring' is unknown; use one of ag_rs, a2a",
+        ),
+        (
+            "--target 8xH200 --dcp-indexer-shards 3",
+            "--dcp-indexer-shards 3 does not divide --dcp 8; use one of 1, 2",
+        ),
+        ("--target 8xH200 --link 1e-300,1e-6", "bandwidth is from 1000 to 1e+15 bytes/s"),
         ("--target 8xH200 --link slow", "there is no link 'slow'; use pcie5, nvlink"),
         ("--target 8xH200 --layers some", "--layers 'some' is unknown; use one of short, full"),
         ("--target 8xH200 --segments 2", "--segments 2 needs all layers; add --layers full"),
-        ("--target 8xH200 --layers full --segments 0", "step_segments must be an integer of at least 1"),
-        ("--target 8xH200 --kernel-us -1", "--kernel-us must be a number of at least 0, but is -1"),
+        ("--target 8xH200 --layers full --segments 0", "--segments must be an integer of at least 1"),
+        ("--target 8xH200 --kernel-us -1", "--kernel-us must be from 0 to 1e+06, but is -1"),
+        ("--target 8xH200 --kernel-us 1e308", "--kernel-us must be from 0 to 1e+06, but is 1e+308"),
     ],
 )
 def test_a_flag_that_cannot_be_is_explained(flags, message, capsys):
@@ -180,4 +202,5 @@ def test_what_the_figures_rest_on_is_said(figures):
     assert (printed["target"], printed["rows_per_request"], printed["kernel_us"]) == ("8xH200", 4, 2)
     assert printed["link"] == {"latency": 2e-6, "bandwidth": 1e9, "source": "given"}
     assert printed["transport"]["transport"] == "direct"
+    assert (printed["dcp_comm_backend"], printed["dcp_indexer_shards"]) == ("ag_rs", 1)
     assert "xla_gpu_enable_latency_hiding_scheduler" in printed["compiler_options"]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from glm_dcp_jax import environment
 from glm_dcp_jax.config import FLAGS, REFUSED, ConfigError, SpeculativeConfig
 from glm_dcp_jax.serve import __main__ as entry
 from glm_dcp_jax.serve import flags, run
@@ -120,6 +121,24 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(argv, says, capsys):
     assert entry.main(argv.split()) == 2
     shown = capsys.readouterr().err
     assert shown.startswith("error: ") and shown.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (
+            "m -tp 4 -dcp 3",
+            "--decode-context-parallel-size 3 does not divide --tensor-parallel-size 4; use one of",
+        ),
+        ("m -tp 4 -dcp 4 --dcp-indexer-shards 3", "--dcp-indexer-shards 3 does not divide --decode-context-"),
+        ("m --watermark 1.5", "--watermark 1.5 must be"),
+        ("m --max-logprobs 99", "--max-logprobs must be from 0"),
+        ("m -sc.model draft", "--speculative-config has no key 'model'"),
+    ],
+)
+def test_what_is_printed_names_flags_as_they_are_typed(argv, says, capsys):
+    assert entry.main(argv.split()) == 2
+    assert capsys.readouterr().err.startswith(f"error: {says}")
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
@@ -263,6 +282,14 @@ def test_a_model_that_cannot_be_loaded_is_one_line_and_exit_code_1(error, capsys
     assert capsys.readouterr().err == f"error: {error}\n"
 
 
+def test_more_virtual_devices_than_a_machine_bears_are_refused_before_jax_starts(monkeypatch, capsys):
+    monkeypatch.setattr(environment, "has_nvidia_gpu", lambda: False)
+    assert entry.main("m --port 0 --log-level error -tp 200".split()) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: 200 virtual CPU devices") and "--tensor-parallel-size" in said
+    assert "at most 64" in said and "at most 64" in next(f.help for f in FLAGS if f.short == "-tp")
+
+
 def test_the_demo_compiles_few_steps_unless_told_otherwise():
     few = flags.parse([], has_gpu=False).config.scheduler
     assert (few.max_num_batched_tokens, few.max_num_seqs) == (128, 8)
@@ -279,7 +306,7 @@ def test_the_demo_compiles_few_steps_unless_told_otherwise():
         ([""], "model's name is empty"),
         (["--model", ""], "model's name is empty"),
         (["m", "--tokenizer", ""], "--tokenizer is empty"),
-        (["m", "--api-key", "schlüssel"], "api_key must be ASCII"),
+        (["m", "--api-key", "schlüssel"], "--api-key must be ASCII"),
     ],
 )
 def test_empty_names_and_keys_no_header_can_hold_are_wrong_command_lines(argv, says, capsys):
