@@ -1,8 +1,9 @@
 """Settings of the engine, one frozen dataclass per concern, validated when built."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from glm_dcp_jax.config.errors import ConfigError
+from glm_dcp_jax.config.processes import ProcessConfig
 from glm_dcp_jax.config.speculative import SpeculativeConfig
 
 COMM_BACKENDS = ("ag_rs", "a2a")
@@ -22,6 +23,7 @@ DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 """vLLM's other names."""
 DTYPES = ("auto", *FLOAT_DTYPES, *DTYPE_ALIASES)
 MAX_DEVICES = 65_536
+MAX_VIRTUAL_DEVICES = 64
 MAX_BLOCK_SIZE = 1_048_576
 MAX_SEQS = 65_536
 MAX_BATCHED_TOKENS = 1_048_576
@@ -91,11 +93,26 @@ class ParallelConfig:
         at_least("dcp_exchange_memory", self.dcp_exchange_memory, 1, MAX_BYTES)
         at_least("dcp_context_memory", self.dcp_context_memory, 1, MAX_BYTES)
         divides("dcp_indexer_shards", self.dcp_indexer_shards, "decode_context_parallel_size", dcp)
+        if dcp == 1 and self.dcp_transport == "ce":
+            raise ConfigError(
+                "dcp_transport ce cannot be had: decode_context_parallel_size 1 leaves nothing to exchange; raise it, "
+                "or use auto"
+            )
 
     @property
     def replicas(self) -> int:
         """Copies of the sharded cache: tensor_parallel_size / decode_context_parallel_size."""
         return self.tensor_parallel_size // self.decode_context_parallel_size
+
+    @property
+    def without_effect(self) -> dict[str, object]:
+        """Settings of exchanges that were made, by name, where one rank has all of a sequence and exchanges nothing."""
+        if self.decode_context_parallel_size > 1:
+            return {}
+        values = {
+            field.name: getattr(self, field.name) for field in fields(self) if field.name.startswith("dcp_")
+        }
+        return {name: value for name, value in values.items() if value != getattr(ParallelConfig, name)}
 
 
 @dataclass(frozen=True)
@@ -133,7 +150,8 @@ class SchedulerConfig:
     """Limits of one step. max_model_len None: as long as the model and the cache allow.
 
     long_prefill_token_threshold: most prompt tokens of one sequence in a step, 0: as many as fit. watermark: share of
-    the pages that stays free when a sequence is admitted.
+    the pages that stays free when a sequence is admitted. max_num_queued_reqs, max_num_queued_tokens: how many requests
+    may wait, and how many tokens their prompts may have in all; None: any number.
 
     precompile_*_paddings: the sizes steps are compiled for (requests of a decode step, rows of a prefill chunk),
     ascending; None: powers of 4. The limits themselves are always among them.
@@ -142,6 +160,8 @@ class SchedulerConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 2048
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
     long_prefill_token_threshold: int = 0
     scheduling_policy: str = "fcfs"
     watermark: float = 0.01
@@ -153,6 +173,9 @@ class SchedulerConfig:
         at_least("max_num_seqs", self.max_num_seqs, 1, MAX_SEQS)
         at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1, MAX_BATCHED_TOKENS)
         at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0, MAX_BATCHED_TOKENS)
+        for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
+            if getattr(self, name) is not None:
+                at_least(name, getattr(self, name), 1)
         one_of("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         if not 0.0 <= self.watermark < 1.0:
             raise ConfigError(f"watermark {self.watermark} must be at least 0 and below 1")
@@ -160,6 +183,11 @@ class SchedulerConfig:
             at_least("max_model_len", self.max_model_len, 2)  # a prompt of one token, and one of output
         _check_sizes("precompile_bs_paddings", self.precompile_bs_paddings)
         _check_sizes("precompile_token_paddings", self.precompile_token_paddings)
+
+    @property
+    def limits_queue(self) -> bool:
+        """Whether only so much may wait."""
+        return self.max_num_queued_reqs is not None or self.max_num_queued_tokens is not None
 
 
 @dataclass(frozen=True)
@@ -170,6 +198,7 @@ class EngineConfig:
     parallel: ParallelConfig = ParallelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    processes: ProcessConfig = ProcessConfig()
     speculative: SpeculativeConfig | None = None
     tokenizer: str | None = None
     skip_tokenizer_init: bool = False
@@ -181,8 +210,20 @@ class EngineConfig:
     hf_overrides: tuple[tuple[str, object], ...] = ()
 
     def __post_init__(self) -> None:
+        tp = self.parallel.tensor_parallel_size
+        divides("num_processes", self.processes.num_processes, "tensor_parallel_size", tp)
+        if self.speculative is not None:
+            rows = 1 + self.speculative.num_speculative_tokens  # of one request that decodes
+            at_least(
+                "max_num_batched_tokens", self.scheduler.max_num_batched_tokens, rows, MAX_BATCHED_TOKENS
+            )
         one_of("dtype", self.dtype, DTYPES)
         one_of("kernels", self.kernels, KERNELS)
         one_of("generation_config", self.generation_config, GENERATION_CONFIGS)
         if not 0 < self.latent_norm_eps < 1:
             raise ConfigError(f"latent_norm_eps {self.latent_norm_eps} must be above 0 and below 1")
+
+    @property
+    def devices_here(self) -> int:
+        """Devices of the mesh that this process has."""
+        return self.parallel.tensor_parallel_size // self.processes.num_processes

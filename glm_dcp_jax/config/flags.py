@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from glm_dcp_jax.config.engine import (
     DTYPES,
     GENERATION_CONFIGS,
     KERNELS,
+    MAX_VIRTUAL_DEVICES,
     NVFP4_ROPE_DTYPES,
     PREFILL_PATHS,
     PROJECT_FIRST,
@@ -27,6 +29,7 @@ from glm_dcp_jax.config.engine import (
 )
 from glm_dcp_jax.config.errors import ConfigError
 from glm_dcp_jax.config.json_file import parse_json
+from glm_dcp_jax.config.processes import ProcessConfig
 from glm_dcp_jax.config.speculative import SpeculativeConfig
 
 
@@ -42,18 +45,32 @@ class Flag:
     @property
     def option(self) -> str:
         """The spelling on the command line."""
-        return "--" + self.name.replace("_", "-")
+        return option_of(self.name)
+
+
+def option_of(name: str) -> str:
+    """A setting's flag: --block-size for block_size."""
+    return "--" + name.replace("_", "-")
 
 
 FLAGS = (
-    Flag("tokenizer", "directory or tokenizer.json to use instead of the model's own"),
+    Flag("tokenizer", "directory or tokenizer.json; unset: the model's own"),
     Flag("skip_tokenizer_init", "load no tokenizer: prompts are token ids only"),
     Flag("dtype", "weights and arithmetic; auto: the checkpoint's on GPUs, float32 on CPU", DTYPES),
     Flag("kernels", "ops in plain JAX or as Triton kernels; auto: Triton on NVIDIA GPUs", KERNELS),
     Flag("seed", "seed of requests that bring none"),
     Flag("max_model_len", "longest prompt plus output, in tokens; unset: what the model and the cache allow"),
-    Flag("tensor_parallel_size", "devices the model is split over", short="-tp"),
+    Flag(
+        "tensor_parallel_size",
+        f"devices the model is split over; without a GPU virtual ones, at most {MAX_VIRTUAL_DEVICES}",
+        short="-tp",
+    ),
     Flag("decode_context_parallel_size", "devices one copy of the KV cache is split over", short="-dcp"),
+    Flag("num_processes", "processes that drive the mesh together, each with an equal part of its devices"),
+    Flag("process_id", "which of them this one is, from 0; process 0 answers requests"),
+    Flag(
+        "coordinator_address", "host:port of process 0, where the others find it; unset: there are no others"
+    ),
     Flag("dcp_comm_backend", "how partial attention outputs are merged", COMM_BACKENDS),
     Flag(
         "dcp_decode_path", "decode: what travels between ranks (docs/dcp.md); auto: by the link", DECODE_PATHS
@@ -62,7 +79,8 @@ FLAGS = (
     Flag("dcp_exchange_memory", "bytes per device for exchanged records; more go in rounds"),
     Flag(
         "dcp_project_first",
-        "path queries: project outputs to values before they are merged, for a copy of all heads' expansions",
+        "path queries: project outputs to values before they are merged, for a copy of all heads' expansions; auto: "
+        "where it pays",
         PROJECT_FIRST,
     ),
     Flag(
@@ -83,13 +101,25 @@ FLAGS = (
         RECORD_FORMATS,
     ),
     Flag("nvfp4_rope_dtype", "roped key of nvfp4_ds_mla records: 432 or 368 bytes", NVFP4_ROPE_DTYPES),
-    Flag("nvfp4_scales", "JSON file of each layer's outer scale for nvfp4_ds_mla records"),
-    Flag("num_gpu_blocks_override", "number of pages, whatever memory would allow"),
-    Flag("kv_cache_memory_bytes", "bytes per device for the cache (default on CPU: 256 MiB)"),
+    Flag("nvfp4_scales", "JSON file of each layer's outer scale for nvfp4_ds_mla records; unset: 1 for all"),
+    Flag("num_gpu_blocks_override", "number of pages; unset: what the cache's memory holds"),
+    Flag(
+        "kv_cache_memory_bytes",
+        "bytes per device for the cache; unset: by --gpu-memory-utilization on GPUs, 256 MiB on CPU",
+    ),
     Flag("gpu_memory_utilization", "share of a GPU's memory to use in all (GPU only)"),
     Flag("enable_prefix_caching", "share pages between requests that begin with the same tokens"),
     Flag("max_num_seqs", "requests that run together"),
     Flag("max_num_batched_tokens", "tokens of one step: of requests that decode, and of chunks of prompts"),
+    Flag(
+        "max_num_queued_reqs",
+        "requests that may wait for a step to take them up; the server answers 503 to more, if any waits, while `LLM` "
+        "queues all it is given; unset: no limit",
+    ),
+    Flag(
+        "max_num_queued_tokens",
+        "tokens that the prompts of waiting requests may have in all, likewise; unset: no limit",
+    ),
     Flag("long_prefill_token_threshold", "prompt tokens of one request in a step; 0: as many as fit"),
     Flag("scheduling_policy", "who is first: who came first, or by `priority`", SCHEDULING_POLICIES),
     Flag("watermark", "share of the cache that stays free when a request is admitted, for those that run"),
@@ -98,7 +128,8 @@ FLAGS = (
     Flag("precompile_token_paddings", "chunk sizes to compile prefill for, as 16,64,256; unset: powers of 4"),
     Flag(
         "speculative_config",
-        "JSON object with method (mtp) and num_speculative_tokens (1 to 7), or --speculative-config.method and so on",
+        "JSON object with method (mtp) and num_speculative_tokens (1 to 7), or --speculative-config.method and so on; "
+        "unset: no drafts",
         short="-sc",
     ),
     Flag("latent_norm_eps", "eps of the norms of the query and KV latents (vLLM uses rms_norm_eps)"),
@@ -107,7 +138,7 @@ FLAGS = (
         "sampling defaults; auto: the checkpoint's, vllm: SamplingParams'",
         GENERATION_CONFIGS,
     ),
-    Flag("hf_overrides", "JSON object laid over config.json"),
+    Flag("hf_overrides", "JSON object laid over config.json; unset: nothing"),
 )
 
 REFUSED = {
@@ -116,7 +147,7 @@ REFUSED = {
     "calculate_kv_scales": "quantised records carry their scales; --nvfp4-scales takes calibrated outer ones",
     "compilation_config": "steps are always compiled; see --precompile-bs-paddings",
     "cpu_offload_gb": "weights are not offloaded",
-    "distributed_executor_backend": "one process drives the mesh of one host",
+    "distributed_executor_backend": "start each process yourself, with --num-processes and --process-id",
     "enable_chunked_prefill": "prefill is always chunked; set --max-num-batched-tokens",
     "enable_expert_parallel": "experts are split by width over the mesh",
     "enable_lora": "LoRA adapters are not supported",
@@ -124,9 +155,9 @@ REFUSED = {
     "kv_transfer_config": "prefill/decode disaggregation is not available yet",
     "load_format": "checkpoints are safetensors",
     "lora_modules": "LoRA adapters are not supported",
-    "master_addr": "one process drives the mesh of one host",
-    "nnodes": "one process drives the mesh of one host",
-    "node_rank": "one process drives the mesh of one host",
+    "master_addr": "use --coordinator-address",
+    "nnodes": "use --num-processes",
+    "node_rank": "use --process-id",
     "pipeline_parallel_size": "the model is split by tensor parallelism only; use --tensor-parallel-size",
     "prefill_context_parallel_size": "prefill context parallelism is not supported",
     "quantization": "quantised weights are not available yet",
@@ -138,7 +169,12 @@ REFUSED = {
 JSON_FLAGS = ("hf_overrides", "speculative_config")
 """Flags that take a JSON object, or a dict."""
 _SIZE_LISTS = ("precompile_bs_paddings", "precompile_token_paddings")
-_SECTIONS = {"parallel": ParallelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
+_SECTIONS = {
+    "parallel": ParallelConfig,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "processes": ProcessConfig,
+}
 _FIELD_OF_FLAG = {"speculative_config": "speculative"}
 """Where a setting is not named as its flag."""
 
@@ -180,14 +216,25 @@ def engine_config(model: str, **settings: Any) -> EngineConfig:
 
 def explain_unknown(name: str, known: set[str]) -> str:
     """Why a flag cannot be used, and what can."""
-    option = "--" + name.replace("_", "-")
+    option = option_of(name)
     if name in REFUSED:
         return f"{option} is not supported: {REFUSED[name]}"
     if name.removeprefix("no_") in REFUSED:
         return f"{option} is not needed: it is off anyway ({REFUSED[name.removeprefix('no_')]})"
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-    hint = f"; did you mean --{near[0].replace('_', '-')}?" if near else ""
+    hint = f"; did you mean {option_of(near[0])}?" if near else ""
     return f"unknown flag {option}{hint}"
+
+
+def in_flags(message: str, spelled: Mapping[str, str]) -> str:
+    """A ConfigError's message for a command line, with the flags that users gave instead of settings' names.
+
+    spelled: flags by setting. Names of one word are also words: they are only taken for a setting at the beginning.
+    """
+    names = "|".join(name for name in spelled if "_" in name)
+    message = re.sub(rf"(?<![\w./'\"-])({names})\b(?!['\"])", lambda found: spelled[found[1]], message)
+    first, space, rest = message.partition(" ")
+    return spelled.get(first, first) + space + rest
 
 
 def _typed(name: str, value: Any) -> Any:

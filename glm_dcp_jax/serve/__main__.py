@@ -1,14 +1,15 @@
 """`python -m glm_dcp_jax.serve [MODEL] [flags]`."""
 
+import contextlib
 import dataclasses
 import logging
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from glm_dcp_jax import environment
-from glm_dcp_jax.config import ConfigError
+from glm_dcp_jax.config import ConfigError, EngineConfig
 from glm_dcp_jax.serve import flags, logs, run
 from glm_dcp_jax.serve.interface import COMPILE_THREAD, Engine
 
@@ -24,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error, 2)
     logs.configure(command.settings.log_level)
     try:
+        if command.config.processes.process_id > 0:
+            return _follow(command)
         listener = run.bind(command.settings.host, command.settings.port)
         run.serve(_load(command), command.settings, listener)
     except (ConfigError, OSError, run.WarmUpFailed) as error:
@@ -34,27 +37,55 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _load(command: flags.Command) -> Engine:
-    """Build the engine. jax is imported here, after its environment is set up."""
-    environment.prepare(command.config.parallel.tensor_parallel_size)
+    """Build the engine that answers requests. jax is imported here, after its environment is set up."""
+    config = _prepare(command)
+    from glm_dcp_jax.engine.async_engine import AsyncEngine
+
+    with _reported():
+        return AsyncEngine.from_config(config)
+
+
+def _follow(command: flags.Command) -> int:
+    """Take part in the steps of process 0's engine until that one ends."""
+    config = _prepare(command)
+    from glm_dcp_jax.engine.lockstep import OutOfStep, follow
+
+    run.leave_signals_to_process_0()
+    with _reported():
+        try:
+            follow(config)
+        except OutOfStep as error:
+            return _fail(error, 1)
+    return 0
+
+
+def _prepare(command: flags.Command) -> EngineConfig:
+    """Set up the environment for jax. Returns the engine's configuration, with a model."""
+    environment.prepare(command.config.devices_here)
     config = command.config
     if command.demo:
         from glm_dcp_jax.demo import tiny_model_directory
 
         config = dataclasses.replace(config, model=str(tiny_model_directory()))
-    from glm_dcp_jax.engine.async_engine import AsyncEngine
+    _LOG.info("loading %s", config.model)
+    return config
+
+
+@contextlib.contextmanager
+def _reported() -> Iterator[None]:
+    """Turns errors about the checkpoint into ConfigErrors."""
     from glm_dcp_jax.model.locate import ModelNotFound
     from glm_dcp_jax.model.safetensors_reader import CheckpointError
 
-    _LOG.info("loading %s", config.model)
     try:
-        engine: Engine = AsyncEngine.from_config(config)
+        yield
     except (ModelNotFound, CheckpointError) as error:
         raise ConfigError(str(error)) from error
-    return engine
 
 
 def _fail(error: Exception, code: int) -> int:
-    print(f"error: {error}", file=sys.stderr)
+    said = flags.explain(error) if isinstance(error, ConfigError) else error
+    print(f"error: {said}", file=sys.stderr)
     return code
 
 

@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from glm_dcp_jax.serve.errors import json_response
 
-GUARDED = ("/v1", "/tokenize", "/detokenize")
+GUARDED = ("/v1", "/tokenize", "/detokenize", "/reset_prefix_cache")
 
 
 class RequireKey:

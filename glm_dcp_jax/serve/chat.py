@@ -98,7 +98,7 @@ class Chat:
         )
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         params = body.sampling_params(engine.sampling_defaults, max_tokens, logprobs, detokenize=True)
-        return Work(self._id, prompt, params, blame="messages")
+        return Work(self._id, prompt, params, "messages", body.priority, body.cache_salt)
 
     def _role_chunk(self, index: int) -> dict[str, Any]:
         start = {"role": "assistant", "content": ""}

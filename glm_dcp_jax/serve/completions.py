@@ -100,7 +100,7 @@ class Completion:
         params = body.sampling_params(
             engine.sampling_defaults, max_tokens, body.logprobs, detokenize=engine.tokenizer is not None
         )
-        return Work(request_id, prompt, params, blame="prompt")
+        return Work(request_id, prompt, params, "prompt", body.priority, body.cache_salt)
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
         """delta as an element of `choices`, behind its prompt if that is to be echoed."""

@@ -14,21 +14,21 @@ from glm_dcp_jax.serve.logprobs import PromptLogprobs
 class Usage:
     """Token counts of a request, from the latest output of each of its prompts."""
 
-    _counts: dict[int, tuple[int, int]] = field(default_factory=dict)
+    _counts: dict[int, tuple[int, int, int]] = field(default_factory=dict)
 
     def see(self, place: int, output: RequestOutput) -> None:
         """Note how far prompt number `place` has come."""
         generated = sum(len(choice.token_ids) for choice in output.outputs)
-        self._counts[place] = (len(output.prompt_token_ids), generated)
+        self._counts[place] = (len(output.prompt_token_ids), generated, output.num_cached_tokens)
 
-    def body(self) -> dict[str, int]:
-        """`usage` of an answer."""
-        prompt = sum(count for count, _ in self._counts.values())
-        completion = sum(count for _, count in self._counts.values())
+    def body(self) -> dict[str, Any]:
+        """`usage` of an answer. cached_tokens: of the prompts, those that the prefix cache had."""
+        prompt, completion, cached = map(sum, zip(*self._counts.values(), strict=True))
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
         }
 
 

@@ -22,11 +22,16 @@ _SHOWN_PROBLEMS = 3
 
 
 class ApiError(Exception):
-    """An answer other than 200. param: the request field to blame, where there is one."""
+    """An answer other than 200. param: the request field to blame, where there is one.
 
-    def __init__(self, message: str, status: int = 400, param: str | None = None) -> None:
+    retry_after: seconds after which the same request may well succeed; None: no saying.
+    """
+
+    def __init__(
+        self, message: str, status: int = 400, param: str | None = None, retry_after: int | None = None
+    ) -> None:
         super().__init__(message)
-        self.message, self.status = _encodable(message), status
+        self.message, self.status, self.retry_after = _encodable(message), status, retry_after
         self.param = None if param is None else _encodable(param)
 
     @property
@@ -34,6 +39,13 @@ class ApiError(Exception):
         """What goes over the wire."""
         kind = _TYPES.get(self.status, HTTPStatus(self.status).phrase.replace(" ", "") + "Error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
+
+    def response(self) -> Response:
+        """The whole answer."""
+        answer = json_response(self.body, self.status)
+        if self.retry_after is not None:
+            answer.headers["Retry-After"] = str(self.retry_after)
+        return answer
 
 
 class ClientGone(Exception):
@@ -66,7 +78,7 @@ def install(app: FastAPI) -> None:
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return json_response(error.body, error.status)
+    return error.response()
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:
@@ -80,20 +92,18 @@ async def _http_error(request: Request, error: Exception) -> Response:
         message = f"there is no {request.url.path} here; the list of paths is at /docs"
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         message = f"{request.url.path} does not take {request.method}"
-    answer = json_response(ApiError(message, error.status_code).body, error.status_code)
+    answer = ApiError(message, error.status_code).response()
     answer.headers.update(error.headers or {})
     return answer
 
 
 async def _unforeseen(request: Request, error: Exception) -> Response:
-    answer = internal_error()
-    return json_response(answer.body, answer.status)
+    return internal_error().response()
 
 
 async def _invalid_request(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    answer = _explain(error.errors(), request.headers.get("content-type", ""))
-    return json_response(answer.body, answer.status)
+    return _explain(error.errors(), request.headers.get("content-type", "")).response()
 
 
 def _explain(problems: Sequence[Any], content_type: str) -> ApiError:

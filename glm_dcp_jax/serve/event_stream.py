@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from glm_dcp_jax.serve.disconnect import while_connected
-from glm_dcp_jax.serve.errors import ApiError, ClientGone, internal_error, json_response
+from glm_dcp_jax.serve.errors import ApiError, ClientGone, internal_error
 
 _LOG = logging.getLogger(__name__)
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -57,7 +57,7 @@ class EventStream(Response):
             await _send(send, orjson.dumps(error.body))
             await _end(send)
         else:
-            await json_response(error.body, error.status)(scope, receive, send)
+            await error.response()(scope, receive, send)
 
 
 async def _send(send: Send, data: bytes) -> None:

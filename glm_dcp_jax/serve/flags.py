@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from glm_dcp_jax._version import __version__
 from glm_dcp_jax.config import FLAGS, REFUSED, ConfigError, EngineConfig, Flag, engine_config
-from glm_dcp_jax.config.flags import JSON_FLAGS, explain_unknown, field_of, value_type
+from glm_dcp_jax.config.flags import JSON_FLAGS, explain_unknown, field_of, in_flags, option_of, value_type
 from glm_dcp_jax.config.json_file import parse_json
 from glm_dcp_jax.engine.chat_template import read_template
 from glm_dcp_jax.engine.sampling_params import MAX_LOGPROBS
@@ -53,15 +53,20 @@ _SGLANG = {
     "dcp": "-dcp",
     "dcp_size": "-dcp",
 }
-_LENGTHS = (
+LENGTHS = (
     "max_model_len",
     "max_num_batched_tokens",
     "kv_cache_memory_bytes",
     "dcp_exchange_memory",
     "dcp_context_memory",
 )
-"""Flags that take 4k or 2G, as vLLM's do."""
+"""Flags that take 4k or 2G, as vLLM's do, and -1 or auto for their default."""
 _MULTIPLES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+_SPELLED = {
+    name: option_of(name)
+    for name in (*(flag.name for flag in FLAGS), "api_key", "max_logprobs", "port", "served_model_name")
+    if name != "dtype"  # config.json has a field of this name; the flag's values are checked by the parser
+}
 _VLLM_SHORT = {
     "-pp": "pipeline_parallel_size",
     "-dp": "data_parallel_size",
@@ -162,7 +167,7 @@ def _add_engine_flag(group: argparse._ArgumentGroup, flag: Flag) -> None:
         return
     default = field_of(flag.name).default
     shown = f" (default: {default})" if isinstance(default, (int, float, str)) else ""
-    convert = _length if flag.name in _LENGTHS else kind
+    convert = _length if flag.name in LENGTHS else kind
     group.add_argument(
         *options,
         type=convert,
@@ -187,6 +192,11 @@ def _length(text: str) -> int | None:
 
 def _asks_for_nothing() -> set[str]:
     return {"--no-" + name.replace("_", "-") for name in _OFF_ANYWAY}
+
+
+def explain(error: ConfigError) -> str:
+    """What was wrong, in the words of a command line: flags instead of settings, the server's own among them."""
+    return in_flags(str(error), _SPELLED)
 
 
 def _with_dashes(argument: str) -> str:

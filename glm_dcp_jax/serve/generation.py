@@ -1,33 +1,42 @@
 """Running a request's prompts on the engine, all at once, with errors and metrics as the API wants them."""
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
 from glm_dcp_jax.engine.outputs import CompletionOutput, RequestOutput
 from glm_dcp_jax.engine.sampling_params import ParameterError, SamplingParams
+from glm_dcp_jax.engine.waiting import QueueFull
 from glm_dcp_jax.serve.context import Context
 from glm_dcp_jax.serve.errors import ApiError, internal_error
+from glm_dcp_jax.serve.metrics import RequestWatch
 
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
+_RETRY_SECONDS = 1
+"""After which a client may try again when the queue was full: it moves with every request that ends."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """One prompt to run. blame: the request field that an error about the prompt names."""
+    """One prompt to run. blame: the request field that an error about the prompt names.
+
+    priority, cache_salt: as in Engine.add_request.
+    """
 
     request_id: str
     prompt: list[int]
     params: SamplingParams
     blame: str
+    priority: int = 0
+    cache_salt: str = ""
 
 
 async def generate(context: Context, works: Sequence[Work]) -> Outputs:
     """Run prompts concurrently: (which prompt, its cumulative output) as they come. Closing it aborts them all.
 
-    Raises ApiError, after which the others are aborted: 400 for what the engine refuses, 503 when it has died.
+    Raises ApiError, after which the others are aborted: 400 for what the engine refuses, 503 when its queue is full and
+    when it has died.
     """
     streams = [_observed(context, work) for work in works]
     steps = {asyncio.ensure_future(_next(stream)): place for place, stream in enumerate(streams)}
@@ -63,19 +72,23 @@ async def _next(stream: AsyncGenerator[RequestOutput, None]) -> RequestOutput | 
 
 async def _observed(context: Context, work: Work) -> AsyncGenerator[RequestOutput, None]:
     """One prompt on the engine, counted in the metrics, its errors made ApiErrors."""
-    arrival = time.monotonic()
-    first = True
+    watch = RequestWatch(context.metrics, len(work.prompt), work.params)
     reasons = ["abort"] * work.params.n  # unless something better is known when this is left
+    running = context.engine.generate(
+        work.prompt, work.params, work.request_id, work.priority, work.cache_salt
+    )
     try:
-        async with aclosing(context.engine.generate(work.prompt, work.params, work.request_id)) as outputs:
+        async with aclosing(running) as outputs:
             async for output in outputs:
-                if first and any(choice.token_ids for choice in output.outputs):
-                    first = False
-                    context.metrics.first_token(time.monotonic() - arrival)
+                watch.see(output)
                 if output.finished:
                     reasons = [choice.finish_reason or "error" for choice in output.outputs]
                     _require_success(output.outputs)
                 yield output
+    except QueueFull as error:
+        reasons = []
+        context.metrics.rejected(error.limit)
+        raise ApiError(str(error), 503, retry_after=_RETRY_SECONDS) from error
     except ValueError as error:
         reasons = []  # refused, so never begun
         blame = error.field if isinstance(error, ParameterError) else work.blame
@@ -87,7 +100,7 @@ async def _observed(context: Context, work: Work) -> AsyncGenerator[RequestOutpu
         raise
     finally:
         if reasons:
-            context.metrics.finished(reasons, time.monotonic() - arrival)
+            watch.end(reasons)
 
 
 def _require_success(choices: Sequence[CompletionOutput]) -> None:

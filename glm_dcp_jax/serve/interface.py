@@ -3,7 +3,9 @@
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
+from glm_dcp_jax.cache.prefix_cache import PrefixCacheStats
 from glm_dcp_jax.config import EngineConfig, SamplingDefaults
+from glm_dcp_jax.engine.draft_stats import DraftStats
 from glm_dcp_jax.engine.exchange_stats import ExchangeTotals
 from glm_dcp_jax.engine.outputs import RequestOutput
 from glm_dcp_jax.engine.sampling_params import SamplingParams
@@ -45,6 +47,18 @@ class EngineStats(Protocol):
         """Tokens generated since the start."""
 
     @property
+    def preemptions(self) -> int:
+        """How often a sequence lost its pages, since the start."""
+
+    @property
+    def prefix_cache(self) -> PrefixCacheStats:
+        """Prompt tokens that were looked for in the prefix cache, and found, since the start."""
+
+    @property
+    def drafts(self) -> DraftStats:
+        """Speculative decoding since the start; all 0 without it."""
+
+    @property
     def compiles_after_warm_up(self) -> int:
         """Programs compiled while serving; anything but 0 is a defect."""
 
@@ -62,12 +76,21 @@ class Engine(Protocol):
     sampling_defaults: SamplingDefaults
 
     def generate(
-        self, prompt_token_ids: list[int], params: SamplingParams, request_id: str
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        request_id: str,
+        priority: int = 0,
+        cache_salt: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         """Cumulative outputs, the last one finished. Closing it early aborts the request.
 
-        Raises ValueError for a request it cannot run, before the first output; RuntimeError when it has died.
+        Raises, before the first output, ValueError for a request it cannot run and QueueFull if too much waits;
+        RuntimeError when it has died.
         """
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget what earlier requests computed. False if requests that run still hold some of it."""
 
     def stats(self) -> EngineStats:
         """Counts for the metrics."""

@@ -110,7 +110,11 @@ _SAMPLING = (
 
 
 class GenerationRequest(Request):
-    """What completions and chat have in common. None stands for SamplingParams' default."""
+    """What completions and chat have in common. None stands for SamplingParams' default.
+
+    priority: lower runs first, where the engine schedules by it. cache_salt: only requests with the same one share what
+    the prefix cache holds.
+    """
 
     n: StrictInt | None = None
     presence_penalty: StrictFloat | None = None
@@ -133,6 +137,8 @@ class GenerationRequest(Request):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     return_token_ids: bool = False
+    priority: StrictInt = 0
+    cache_salt: str = Field("", min_length=1)
     stream: bool = False
     stream_options: StreamOptions | None = None
 

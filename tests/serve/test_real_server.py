@@ -135,12 +135,58 @@ def test_metrics_count_tokens_and_no_page_is_kept(server, client, model):
     assert after["glm_dcp:kv_cache_usage_perc"] == 0 and after["glm_dcp:num_requests_running"] == 0
 
 
+def test_an_echoed_text_has_the_logprobs_it_was_sampled_with(client, model):
+    extra = {"ignore_eos": True, "return_token_ids": True}
+    asked = {"model": model, "logprobs": 2, "echo": True, "temperature": 0, "extra_body": extra}
+    said = client.completions.create(prompt=[7, 8, 9], max_tokens=5, **asked).choices[0]
+    whole = [7, 8, 9, *said.token_ids]
+    read = client.completions.create(prompt=whole, max_tokens=0, **asked).choices[0].logprobs
+    assert read.tokens == said.logprobs.tokens and len(read.tokens) == 8
+    assert read.token_logprobs[0] is None and said.logprobs.token_logprobs[0] is None
+    assert read.token_logprobs[1:] == pytest.approx(said.logprobs.token_logprobs[1:], abs=1e-3)
+    scored = client.completions.create(
+        model=model, prompt=whole, max_tokens=1, extra_body={"prompt_logprobs": 0}
+    )
+    first, *scores = scored.choices[0].prompt_logprobs
+    assert first is None and [list(entry) for entry in scores] == [[str(token)] for token in whole[1:]]
+    assert [entry[str(token)]["logprob"] for token, entry in zip(whole[1:], scores, strict=True)] == (
+        pytest.approx(read.token_logprobs[1:], abs=1e-6)
+    )
+
+
+def test_a_prompt_is_computed_once_until_the_prefix_cache_is_reset(server, client, model):
+    def cached(salt: str) -> int:  # one block of 4 ranks x 64 tokens is full
+        made = client.completions.create(
+            model=model, prompt=list(range(100, 400)), max_tokens=1, extra_body={"cache_salt": salt}
+        )
+        return made.usage.prompt_tokens_details.cached_tokens
+
+    def reset() -> httpx.Response:
+        return httpx.post(f"{server.url}/reset_prefix_cache", headers={"Authorization": "Bearer secret"})
+
+    before = metrics(server)
+    assert [cached(salt) for salt in ("a", "b", "a")] == [0, 0, 256]
+    assert httpx.post(f"{server.url}/reset_prefix_cache").status_code == 401
+    assert (reset().status_code, reset().json()) == (200, {"success": True})
+    assert cached("a") == 0
+    after = metrics(server)
+    assert (
+        after["glm_dcp:prefix_cache_hits_total"] - before["glm_dcp:prefix_cache_hits_total"]
+        == after["glm_dcp:prompt_tokens_cached_total"] - before["glm_dcp:prompt_tokens_cached_total"]
+        == 256
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
         (["--no-such-flag"], 2, "unknown flag --no-such-flag"),
         (["--enable-lora"], 2, "--enable-lora is not supported"),
-        (["model", "-tp", "4", "-dcp", "3"], 2, "does not divide tensor_parallel_size 4; use one of 1, 2, 4"),
+        (
+            ["model", "-tp", "4", "-dcp", "3"],
+            2,
+            "does not divide --tensor-parallel-size 4; use one of 1, 2, 4",
+        ),
         (["/does/not/exist"], 1, "/does/not/exist"),
         ([str(ROOT / "docs")], 1, "config.json"),
     ],

@@ -1,8 +1,7 @@
-"""Models, health, version, keys, metrics, and the tokenizer's endpoints."""
+"""Models, health, version, keys, and the tokenizer's endpoints."""
 
 import pytest
 from fake_engine import FakeEngine, tokenizer
-from prometheus_client.parser import text_string_to_metric_families
 
 from glm_dcp_jax._version import __version__
 
@@ -42,6 +41,7 @@ async def test_version(client):
         ("POST", "/v1/completions"),
         ("POST", "/tokenize"),
         ("POST", "/detokenize"),
+        ("POST", "/reset_prefix_cache"),
         ("GET", "/v1/nothing"),
     ],
 )
@@ -105,46 +105,3 @@ async def test_without_a_tokenizer_they_say_so(client_of):
     for path, body in ("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]}):
         answer = await client.post(path, json=body)
         assert answer.status_code == 400 and "loaded without" in answer.json()["error"]["message"]
-
-
-async def scrape(client) -> dict[str, float]:
-    """Samples by name and, where there is one, finish reason or path; the labels all have in common are checked."""
-    answer = await client.get("/metrics")
-    assert answer.headers["content-type"].startswith("text/plain")
-    found = {}
-    for family in text_string_to_metric_families(answer.text):
-        for sample in family.samples:
-            assert sample.labels["model_name"] == "fake" and sample.labels["engine"] == "0"
-            reason = sample.labels.get("finished_reason", sample.labels.get("path"))
-            found[sample.name.removeprefix("glm_dcp:") + (f"[{reason}]" if reason else "")] = sample.value
-            if sample.name.endswith("cache_config_info"):
-                assert sample.labels["block_size"] == "64" and sample.labels["num_gpu_blocks"] == "17"
-    return found
-
-
-async def test_metrics_count_requests_tokens_and_time(client):
-    before = await scrape(client)
-    assert before["request_success_total[stop]"] == 0 and before["cache_config_info"] == 1
-    await client.post("/v1/completions", json={"prompt": [[5], [6, 7]], "n": 2, "max_tokens": 3})
-    await client.post("/v1/completions", json={"prompt": [5, 1], "max_tokens": 9})
-    await client.post("/v1/completions", json={"prompt": [129280]})  # refused: not counted
-    after = await scrape(client)
-    assert after["request_success_total[length]"] == 4 and after["request_success_total[stop]"] == 1
-    assert after["request_success_total[abort]"] == after["request_success_total[error]"] == 0
-    assert after["prompt_tokens_total"] == 5 and after["generation_tokens_total"] == 14
-    assert after["time_to_first_token_seconds_count"] == after["e2e_request_latency_seconds_count"] == 3
-    assert after["num_requests_running"] == after["num_requests_waiting"] == 0
-    assert after["kv_cache_usage_perc"] == 0.25
-
-
-async def test_metrics_say_what_decode_exchanged(client):
-    found = await scrape(client)
-    assert found["dcp_decode_steps_total[bulk]"] == 3 and found["dcp_decode_steps_total[queries]"] == 0
-    assert found["dcp_received_bytes_total"] == 1000 and found["dcp_overflows_total"] == 1
-    assert found["dcp_records_total"] == 60 and found["dcp_records_unique_ratio"] == 0.75
-
-
-async def test_failures_are_counted(engine, client):
-    engine.fails_after = 1
-    await client.post("/v1/completions", json={"prompt": "a", "n": 2})
-    assert (await scrape(client))["request_success_total[error]"] == 2

@@ -1,0 +1,120 @@
+"""/metrics: what the server and the engine count, under vLLM's names."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fake_engine import FakeEngine
+from prometheus_client.parser import text_string_to_metric_families
+
+from glm_dcp_jax.config import SpeculativeConfig
+from glm_dcp_jax.engine.waiting import QueueFull
+
+pytestmark = pytest.mark.anyio
+OWN_LABELS = ("finished_reason", "path", "position", "reason")
+COMPLETIONS = "/v1/completions"
+
+
+async def scrape(client) -> dict[str, float]:
+    """Samples by name and, where there is one, a label of their own; the labels all have in common are checked."""
+    answer = await client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    found = {}
+    for family in text_string_to_metric_families(answer.text):
+        for sample in family.samples:
+            assert sample.labels["model_name"] == "fake" and sample.labels["engine"] == "0"
+            own = next((sample.labels[name] for name in OWN_LABELS if name in sample.labels), None)
+            found[sample.name.removeprefix("glm_dcp:") + (f"[{own}]" if own else "")] = sample.value
+            if sample.name.endswith("cache_config_info"):
+                assert sample.labels["block_size"] == "64" and sample.labels["num_gpu_blocks"] == "17"
+    return found
+
+
+async def test_metrics_count_requests_tokens_and_time(client):
+    before = await scrape(client)
+    assert before["request_success_total[stop]"] == 0 and before["cache_config_info"] == 1
+    await client.post("/v1/completions", json={"prompt": [[5], [6, 7]], "n": 2, "max_tokens": 3})
+    await client.post("/v1/completions", json={"prompt": [5, 1], "max_tokens": 9})
+    await client.post("/v1/completions", json={"prompt": [129280]})  # refused: not counted
+    after = await scrape(client)
+    assert after["request_success_total[length]"] == 4 and after["request_success_total[stop]"] == 1
+    assert after["request_success_total[abort]"] == after["request_success_total[error]"] == 0
+    assert after["prompt_tokens_total"] == 5 and after["generation_tokens_total"] == 14
+    assert after["time_to_first_token_seconds_count"] == after["e2e_request_latency_seconds_count"] == 3
+    assert after["num_requests_running"] == after["num_requests_waiting"] == 0
+    assert after["kv_cache_usage_perc"] == 0.25
+    assert after["request_prompt_tokens_sum"] == 5 and after["request_generation_tokens_sum"] == 14
+    assert after["request_params_n_sum"] == 5 and after["request_params_max_tokens_sum"] == 15
+
+
+async def test_metrics_say_what_decode_exchanged(client):
+    found = await scrape(client)
+    assert found["dcp_decode_steps_total[bulk]"] == 3 and found["dcp_decode_steps_total[queries]"] == 0
+    assert found["dcp_received_bytes_total"] == 1000 and found["dcp_overflows_total"] == 1
+    assert found["dcp_records_total"] == 60 and found["dcp_records_unique_ratio"] == 0.75
+
+
+async def test_failures_are_counted(engine, client):
+    engine.fails_after = 1
+    await client.post("/v1/completions", json={"prompt": "a", "n": 2})
+    assert (await scrape(client))["request_success_total[error]"] == 2
+
+
+async def test_every_metric_is_documented(engine, client):
+    engine.config = replace(engine.config, speculative=SpeculativeConfig(2, "mtp"))
+    families = text_string_to_metric_families((await client.get("/metrics")).text)
+    kinds = {family.name + ("_total" if family.type == "counter" else "") for family in families}
+    given = {name.removeprefix("glm_dcp:") for name in kinds if not name.endswith("_created")}
+    page = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
+    assert given == set(re.findall(r"^\| `(\w+)`", page, re.MULTILINE))
+
+
+async def test_tokens_are_timed(client_of):
+    client = client_of(FakeEngine(delay=0.02, burst=2))
+    await client.post(COMPLETIONS, json={"prompt": [5, 6], "n": 2, "max_tokens": 6})
+    found = await scrape(client)
+    assert found["inter_token_latency_seconds_count"] == 2  # three steps
+    decoding = found["request_decode_time_seconds_sum"]
+    assert 0.03 < decoding == pytest.approx(found["inter_token_latency_seconds_sum"])
+    assert found["request_time_per_output_token_seconds_sum"] == pytest.approx(decoding / 5)
+    assert found["time_to_first_token_seconds_sum"] > 0.01
+
+
+async def test_a_request_of_one_token_has_no_time_per_further_token(client):
+    await client.post(COMPLETIONS, json={"prompt": [5], "max_tokens": 1})
+    found = await scrape(client)
+    assert (
+        found["request_time_per_output_token_seconds_count"]
+        == found["inter_token_latency_seconds_count"]
+        == 0
+    )
+    assert found["request_decode_time_seconds_count"] == 1
+
+
+async def test_cached_prompt_tokens_and_the_prefix_cache_are_counted(engine, client):
+    engine.cached_tokens = 2
+    await client.post(COMPLETIONS, json={"prompt": [[5, 6, 7], [5, 6, 8]], "max_tokens": 4, "n": 2})
+    found = await scrape(client)
+    assert found["prompt_tokens_cached_total"] == 4
+    assert found["prefix_cache_queries_total"] == 70 and found["prefix_cache_hits_total"] == 40
+    assert found["prefix_cache_evictions_total"] == 2 and found["num_preemptions_total"] == 3
+
+
+async def test_requests_that_find_the_queue_full_are_counted_as_nothing_else(engine, client):
+    engine.full = QueueFull("max_num_queued_tokens", "full")
+    await client.post(COMPLETIONS, json={"prompt": "a"})
+    found = await scrape(client)
+    assert found["admission_rejections_total[max_num_queued_tokens]"] == 1
+    assert found["admission_rejections_total[max_num_queued_reqs]"] == 0
+    assert found["e2e_request_latency_seconds_count"] == found["request_success_total[abort]"] == 0
+
+
+async def test_drafts_are_counted_where_there_are_any(engine, client):
+    assert not any(name.startswith("spec_decode") for name in await scrape(client))
+    engine.config = replace(engine.config, speculative=SpeculativeConfig(2, "mtp"))
+    found = await scrape(client)
+    assert found["spec_decode_num_drafts_total"] == 6 and found["spec_decode_num_draft_tokens_total"] == 12
+    assert found["spec_decode_num_accepted_tokens_total"] == 7
+    positions = [found[f"spec_decode_num_accepted_tokens_per_pos_total[{place}]"] for place in (0, 1)]
+    assert positions == [5, 2]
