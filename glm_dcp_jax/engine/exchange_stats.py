@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,11 +15,14 @@ _READ_TOGETHER = 16
 _COMPARE_EVERY = 32
 """Steps of which one has its selections compared across devices."""
 
+_REMEMBERED = 16
+"""Compared steps whose hashes are kept for processes that are a little ahead or behind."""
+
 
 @dataclass(frozen=True)
 class ExchangeTotals:
-    """Totals since the start. steps: decode steps by the path they took. received: bytes that each device got from
-    others in fast exchanges, query gathers and merges.
+    """Totals since the start. steps: decode steps by the path they took. received: bytes that the policy expects each
+    device to get from others in these steps (`parallel.policy.Estimate`): computed from their shapes, not measured.
 
     entries: selected positions of committed tokens, over Full layers and rows. records: those that travelled, each once
     per request and Full layer. overflows: groups of layers whose rest went in rounds. compared, diverged: steps whose
@@ -51,6 +54,7 @@ class ExchangeStats:
         self._unread: list[Any] = []
         self._hashes: Any = None
         self._compared = self._diverged = 0
+        self._history: deque[tuple[int, int]] = deque([(0, 0)], _REMEMBERED)
 
     def add(self, path: str, received: int, moved: Any, selection_hash: Any) -> None:
         """One decode step. moved: its parallel.attention.Moved. selection_hash: [devices], of what each selected.
@@ -81,16 +85,26 @@ class ExchangeStats:
                 self._diverged,
             )
 
+    @property
+    def latest(self) -> tuple[int, int]:
+        """How many steps' selections were compared, and the last one's hash, for `agrees` in another process."""
+        return self._history[-1]
+
+    def agrees(self, latest: tuple[int, int]) -> bool:
+        """Whether another process's devices selected the same in that step; True if it is not at hand here."""
+        return dict(self._history).get(latest[0], latest[1]) == latest[1]
+
     def _read(self) -> None:
         for moved in self._unread:
             self._moved += np.array([np.asarray(count) for count in moved], np.int64)
         self._unread.clear()
         if self._hashes is not None:
-            self._compare(np.asarray(self._hashes))
+            self._compare(_here(self._hashes))
             self._hashes = None
 
     def _compare(self, hashes: np.ndarray) -> None:
         self._compared += 1
+        self._history.append((self._compared, int(hashes[0])))
         if (hashes != hashes[0]).any():
             self._diverged += 1
             _log.error(
@@ -98,3 +112,11 @@ class ExchangeStats:
                 "wrong from here on; restart the server, and check its GPUs if this comes back",
                 hashes.tolist(),
             )
+
+
+def _here(hashes: Any) -> np.ndarray:
+    """Those of this process's devices."""
+    shards = getattr(hashes, "addressable_shards", None)
+    return (
+        np.asarray(hashes) if shards is None else np.concatenate([np.asarray(shard.data) for shard in shards])
+    )

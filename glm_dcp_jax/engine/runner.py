@@ -35,6 +35,7 @@ from glm_dcp_jax.engine.steps import BlockShape, Kind, StepOutput, StepShape, le
 from glm_dcp_jax.engine.warm_up import Compilation, compile_all
 from glm_dcp_jax.model.load import load_parameters
 from glm_dcp_jax.model.safetensors_reader import Checkpoint
+from glm_dcp_jax.parallel import processes
 from glm_dcp_jax.parallel.batch import Block
 from glm_dcp_jax.parallel.calibrate import measured_link
 from glm_dcp_jax.parallel.mesh import make_mesh
@@ -74,7 +75,7 @@ class Runner:
         self.steps = self.blueprint.steps
         self.parameters = load_parameters(checkpoint, model, self.blueprint.shape, self.mesh)
         self._leaves = leaves_of(self.parameters)
-        self.num_pages = number_of_pages(
+        pages = number_of_pages(
             config.cache,
             model,
             self.layout,
@@ -83,6 +84,7 @@ class Runner:
             lambda pages: self._workspace(config, model, pages),
             self.blueprint.mtp_layers,
         )
+        self.num_pages = processes.least(pages)
         self.max_model_len = resolve_max_model_len(
             config.scheduler.max_model_len, model, self.num_pages, self.layout
         )
@@ -182,6 +184,7 @@ class Runner:
         compilations = self._compilations(shapes)
         if not compile_all(compilations, stopped):
             return
+        processes.wait_for_all("compiled")  # what follows runs on the mesh, and some processes compile faster
         for shape in {_lines_of(shape): shape for shape in shapes}.values():
             self._warm_up_sampling(shape)
         for rows in {shape.total_rows for shape in shapes if shape.blocks[-1].kind == "prefill"}:
@@ -309,7 +312,8 @@ def _blueprint(config: EngineConfig, model: ModelConfig) -> Blueprint:
     if config.parallel.dcp_decode_path != "auto":
         return blueprint
     link = measured_link(blueprint.mesh, choice.transport, environment.cache_folder("links"))
-    return replace(blueprint, link=link)
+    latency, bandwidth = processes.of_first(np.array([link.latency, link.bandwidth], np.float32)).tolist()
+    return replace(blueprint, link=link._replace(latency=latency, bandwidth=bandwidth))
 
 
 def _lines_of(shape: StepShape) -> tuple[tuple[str, int, int], ...]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tiny import generate, random_prompts, tiny_llm, write_tiny
 
-from glm_dcp_jax.engine.exchange_stats import ExchangeStats
+from glm_dcp_jax.engine.exchange_stats import ExchangeStats, ExchangeTotals
 from glm_dcp_jax.model import group
 from glm_dcp_jax.parallel.mesh import DCP
 
@@ -32,6 +32,13 @@ def test_steps_and_records_of_a_run(path, tmp_path, devices):
         assert most - STEPS * FULL_LAYERS <= totals.entries <= most
         assert totals.records == totals.entries and totals.unique_ratio == 1.0
     assert totals.received % STEPS == 0 and totals.received > 0
+
+
+def test_without_dcp_nothing_is_exchanged_and_nothing_counted(tmp_path, devices):
+    devices(2)
+    llm = tiny_llm(write_tiny(tmp_path), tensor_parallel_size=2)
+    generate(llm, PROMPTS)
+    assert llm.engine.stats().exchanges == ExchangeTotals()
 
 
 def test_reading_in_between_loses_nothing():
