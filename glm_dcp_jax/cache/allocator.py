@@ -9,6 +9,7 @@ the same ids, and no page table is ever sent.
 Not thread-safe: the scheduler's thread owns it.
 """
 
+from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 
@@ -212,14 +213,16 @@ class PageAllocator:
 class PageTable:
     """One request's pages in the order of its tokens: entry i holds the i-th virtual block of positions.
 
-    pages: page ids, for anyone to read; only the methods change them. source_page: what the first page behind a
-    shared front is to be copied from; held too, until `drop_source_page`.
+    pages: page ids, for anyone to read; only the methods change them. row: the same as an array of int32, which numpy
+    copies as a whole. source_page: what the first page behind a shared front is to be copied from; held too, until
+    `drop_source_page`.
     """
 
     def __init__(self, allocator: PageAllocator, layout: Layout) -> None:
         self._allocator = allocator
         self._layout = layout
         self.pages: list[int] = []
+        self.row = array("i")
         self.source_page: int | None = None
 
     @property
@@ -239,7 +242,7 @@ class PageTable:
                 "a page table begins with shared pages only while it is empty; release it first"
             )
         self._allocator.share([*pages, *([] if source_page is None else [source_page])])
-        self.pages, self.source_page = list(pages), source_page
+        self.pages, self.row, self.source_page = list(pages), array("i", pages), source_page
 
     def drop_source_page(self) -> None:
         """Gives back the source of a copy, once the copy is on its way to the device; nothing happens if there is none.
@@ -255,9 +258,11 @@ class PageTable:
 
         Raises OutOfPages, and then has kept what it had.
         """
-        missing = self._layout.pages_for(length) - len(self.pages)
-        taken = self._allocator.allocate(max(missing, 0))
+        if length <= self.capacity:
+            return []
+        taken = self._allocator.allocate(self._layout.pages_for(length) - len(self.pages))
         self.pages.extend(taken)
+        self.row.extend(taken)
         return taken
 
     def release(self) -> None:
@@ -269,4 +274,4 @@ class PageTable:
         """
         self.drop_source_page()
         self._allocator.free(self.pages[::-1])
-        self.pages = []
+        self.pages, self.row = [], array("i")

@@ -2,19 +2,23 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from glm_dcp_jax.config import EngineConfig
 from glm_dcp_jax.engine.engine import Engine, EngineStats
+from glm_dcp_jax.engine.lockstep import Leader
 from glm_dcp_jax.engine.outputs import RequestOutput
 from glm_dcp_jax.engine.sampling_params import SamplingParams
+from glm_dcp_jax.engine.sequence import Progress
 
 _log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 
 class EngineDead(RuntimeError):
@@ -22,44 +26,47 @@ class EngineDead(RuntimeError):
 
 
 class _Mailbox:
-    """The latest output of one request: a slow reader skips what is outdated, since outputs are cumulative."""
+    """The latest progress of one request: a slow reader skips what is outdated, since outputs are cumulative."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._arrived = asyncio.Event()
-        self._latest: RequestOutput | Exception | None = None
+        self._latest: Progress | Exception | None = None
         self._lock = threading.Lock()
 
-    def put(self, output: RequestOutput | Exception) -> None:
-        """Leave an output; from any thread."""
+    def put(self, latest: Progress | Exception) -> None:
+        """Leave what there is now; from any thread."""
         with self._lock:
-            self._latest = output
+            self._latest = latest
         # A loop that has closed has no reader left.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._arrived.set)
 
     async def take(self) -> RequestOutput:
         """Wait for an output newer than the last one taken; raises the exception that was left instead."""
-        output = None
-        while output is None:  # of two outputs in a row, the first wake-up finds the second
+        latest = None
+        while latest is None:  # of two in a row, the first wake-up finds the second
             await self._arrived.wait()
             self._arrived.clear()
             with self._lock:
-                output, self._latest = self._latest, None
-        if isinstance(output, Exception):
-            raise output
-        return output
+                latest, self._latest = self._latest, None
+        if isinstance(latest, Exception):
+            raise latest
+        return latest.output()
 
 
 class AsyncEngine:
-    """Runs an Engine in a thread of its own. The engine is touched by that thread only; others post it calls."""
+    """Runs an Engine in a thread of its own. The engine is touched by that thread only; others post it calls.
+
+    With several processes it is process 0's, and waits for the others.
+    """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self._engine, self._leader = engine, Leader(engine.config.processes)
         self.config, self.model_config = engine.config, engine.model_config
         self.max_model_len, self.tokenizer = engine.max_model_len, engine.tokenizer
         self.sampling_defaults = engine.sampling_defaults
-        self._calls: deque[tuple[Future[None], Callable[[], Any]]] = deque()
+        self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._wake = threading.Condition()
         self._mailboxes: dict[str, _Mailbox] = {}
         self._ready = self._stopping = False
@@ -74,18 +81,28 @@ class AsyncEngine:
         return AsyncEngine(Engine.from_config(config))
 
     async def generate(
-        self, prompt_token_ids: list[int], params: SamplingParams, request_id: str
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        request_id: str,
+        priority: int = 0,
+        cache_salt: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
         """Cumulative outputs, the last one finished. Closing the generator early aborts the request.
 
-        Raises ValueError for a request that cannot run, EngineDead when the engine has stopped.
+        priority, cache_salt: as in Engine.add_request.
+
+        Raises ValueError for a request that cannot run, QueueFull if too much waits, EngineDead when the engine has
+        stopped.
         """
         mailbox = _Mailbox()
         added = False
 
         def add() -> None:
             nonlocal added
-            self._engine.add_request(request_id, prompt_token_ids, params)
+            self._call(
+                "add_request", request_id, prompt_token_ids, params, priority=priority, cache_salt=cache_salt
+            )
             self._mailboxes[request_id] = mailbox
             added = True
 
@@ -108,6 +125,13 @@ class AsyncEngine:
     async def abort(self, request_id: str) -> None:
         """End a request; its generator gets a last output with finish_reason abort."""
         await asyncio.wrap_future(self._post(lambda: self._abort(request_id)))
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget what earlier requests computed. False if requests that run still hold some of it.
+
+        Raises EngineDead when the engine has stopped.
+        """
+        return await asyncio.wrap_future(self._post(lambda: self._call("reset_prefix_cache")))
 
     def stats(self) -> EngineStats:
         """Counts as of the last step."""
@@ -137,9 +161,9 @@ class AsyncEngine:
         if self._ready and threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _post(self, call: Callable[[], Any]) -> "Future[None]":
-        """Have the engine's thread run `call` between two steps; the future carries what it raises."""
-        future: Future[None] = Future()
+    def _post(self, call: Callable[[], Result]) -> "Future[Result]":
+        """Have the engine's thread run `call` between two steps; the future carries what it returns or raises."""
+        future: Future[Result] = Future()
         with self._wake:
             if self.is_dead:
                 future.set_exception(self._dead())
@@ -153,15 +177,22 @@ class AsyncEngine:
             "the engine was shut down" if self._failure is None else f"the engine failed: {self._failure}"
         )
 
+    def _call(self, name: str, *arguments: Any, **named: Any) -> Any:
+        """A method of the engine that changes what it does next."""
+        return self._leader.call(self._engine, name, *arguments, **named)
+
     def _abort(self, request_id: str) -> None:
-        output = self._engine.abort(request_id)
+        progress = self._call("abort", request_id)
         mailbox = self._mailboxes.pop(request_id, None)
-        if output is not None and mailbox is not None:
-            mailbox.put(output)
+        if progress is not None and mailbox is not None:
+            mailbox.put(progress)
 
     def _run(self) -> None:
         try:
             self._engine.runner.warm_up(lambda: self._stopping)
+            # What is there now stays: without this, a full collection looks through all of it and takes a tenth of a second.
+            gc.collect()
+            gc.freeze()
             self._ready = not self._stopping
             while self._serve_once():
                 pass
@@ -182,12 +213,13 @@ class AsyncEngine:
             self._calls.clear()
         for future, call in calls:
             _run_into(future, call)
-        for output in self._engine.step():
-            mailbox = self._mailboxes.get(output.request_id)
-            if output.finished:
-                self._mailboxes.pop(output.request_id, None)
+        self._leader.before_step(self._engine)
+        for progress in self._engine.step():
+            mailbox = self._mailboxes.get(progress.request_id)
+            if progress.finished:
+                self._mailboxes.pop(progress.request_id, None)
             if mailbox is not None:
-                mailbox.put(output)
+                mailbox.put(progress)
         self._stats = self._engine.stats()
         return True
 
@@ -197,6 +229,7 @@ class AsyncEngine:
             self._stopping = self._stopping or self._failure is None
             calls = list(self._calls)
             self._calls.clear()
+        self._leader.close()
         for future, _ in calls:
             if future.set_running_or_notify_cancel():
                 future.set_exception(self._dead())
@@ -205,13 +238,11 @@ class AsyncEngine:
         self._mailboxes.clear()
 
 
-def _run_into(future: "Future[None]", call: Callable[[], Any]) -> None:
-    """Run a posted call; the future carries what it raises."""
+def _run_into(future: "Future[Result]", call: Callable[[], Result]) -> None:
+    """Run a posted call; the future carries what it returns or raises."""
     if not future.set_running_or_notify_cancel():
         return
     try:
-        call()
+        future.set_result(call())
     except Exception as error:
         future.set_exception(error)
-    else:
-        future.set_result(None)

@@ -169,9 +169,9 @@ def _of_chunks(values: Ids[int], shape: BlockShape) -> np.ndarray:
 def _page_table(shape: BlockShape, tables: Ids[Ids[int]]) -> np.ndarray:
     """[requests, pages] int32; pages beyond the step's context are not needed in it."""
     table = np.zeros((shape.requests, shape.pages), np.int32)
-    for at, pages in enumerate(tables):
-        count = min(len(pages), shape.pages)
-        table[at, :count] = pages[:count]
+    for row, pages in zip(table, tables, strict=False):  # behind the tables there is padding
+        shown = pages[: shape.pages]
+        row[: len(shown)] = shown
     return table
 
 

@@ -23,8 +23,10 @@ class Detokenizer:
         self._min_tokens = params.min_tokens
         self._watches = [_StopWatch(string) for string in params.stop_strings]
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._whole = ""
-        self._shown = 0
+        self.pieces: list[str] = []
+        """What may be shown, piece by piece. Only ever grows, so the first pieces can be read from any thread."""
+        self._held = ""
+        """The end of the text, which might still become a stop string."""
         self.token_count = 0
         """Tokens taken so far. After a stop string: up to and including the token that completed it."""
         self.stop: str | None = None
@@ -33,7 +35,7 @@ class Detokenizer:
     @property
     def text(self) -> str:
         """What may be shown. Only ever grows; what might still become a stop string is held back."""
-        return self._whole[: self._shown]
+        return "".join(self.pieces)
 
     def push(self, token_ids: Sequence[int]) -> str | None:
         """Take sampled tokens, up to a stop string. Returns that stop string, None while there is none."""
@@ -45,33 +47,35 @@ class Detokenizer:
                 self._append(self._utf8.decode(self._tokenizer.token_to_bytes(token)))
         return self.stop
 
-    def finish(self) -> str:
-        """No more tokens will come: release what was held back, and return the whole text."""
+    def finish(self) -> None:
+        """No more tokens will come: release what was held back."""
         if self.stop is None:
             self._append(self._utf8.decode(b"", final=True))
         if self.stop is None:
-            self._shown = len(self._whole)
-        return self.text
+            self._show(self._held, held="")
 
     def _append(self, piece: str) -> None:
         if not self._watches:
-            self._whole += piece
-            self._shown = len(self._whole)
+            self._show(piece)
             return
         for taken, character in enumerate(piece, start=1):
             completed = [watch.string for watch in self._watches if watch.completed_by(character)]
             if completed and self.token_count > self._min_tokens:
                 self._end(piece[:taken], max(completed, key=len))
                 return
-        self._whole += piece
-        self._shown = len(self._whole) - max(watch.matched for watch in self._watches)
+        text = self._held + piece
+        shown = len(text) - max(watch.matched for watch in self._watches)
+        self._show(text[:shown], held=text[shown:])
 
     def _end(self, piece: str, stop: str) -> None:
-        self._whole += piece
-        if not self._include_stop:
-            self._whole = self._whole[: -len(stop)]
-        self._shown = len(self._whole)
+        text = self._held + piece
+        self._show(text if self._include_stop else text.removesuffix(stop))
         self.stop = stop
+
+    def _show(self, piece: str, held: str = "") -> None:
+        if piece:
+            self.pieces.append(piece)
+        self._held = held
 
 
 class _StopWatch:

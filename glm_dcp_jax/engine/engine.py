@@ -5,6 +5,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, replace
+from hashlib import sha256
 
 from glm_dcp_jax.cache.allocator import PageAllocator
 from glm_dcp_jax.cache.capacity import capacity_lines
@@ -17,16 +18,17 @@ from glm_dcp_jax.engine.draft_stats import DraftStats
 from glm_dcp_jax.engine.exchange_stats import ExchangeTotals
 from glm_dcp_jax.engine.landing import Landed, Landing, land
 from glm_dcp_jax.engine.logit_rules import LogitRules, bad_word_tokens
-from glm_dcp_jax.engine.outputs import Logprob, RequestOutput
+from glm_dcp_jax.engine.outputs import Logprob
 from glm_dcp_jax.engine.runner import Flight, Runner
 from glm_dcp_jax.engine.sampling import Scores
 from glm_dcp_jax.engine.sampling_params import SamplingParams, check_vocabulary
 from glm_dcp_jax.engine.scheduler import Scheduler, Work
-from glm_dcp_jax.engine.sequence import Request, Sequence
+from glm_dcp_jax.engine.sequence import Progress, Request, Sequence
 from glm_dcp_jax.engine.tokenizer import Tokenizer
 from glm_dcp_jax.engine.waiting import check_priority, require_room
 from glm_dcp_jax.model.locate import locate_model
 from glm_dcp_jax.model.safetensors_reader import Checkpoint
+from glm_dcp_jax.parallel import processes
 
 _log = logging.getLogger(__name__)
 
@@ -101,7 +103,11 @@ class Engine:
 
     @staticmethod
     def from_config(config: EngineConfig) -> "Engine":
-        """Find the model, read its config and tokenizer, load its weights. Raises ValueError with what is wrong."""
+        """Find the model, read its config and tokenizer, load its weights. Raises ValueError with what is wrong.
+
+        With several processes it returns in all of them when each has called it.
+        """
+        processes.start(config.processes)
         directory = locate_model(config.model)
         model = ModelConfig.load(directory, dict(config.hf_overrides), config.latent_norm_eps)
         tokenizer = None
@@ -112,6 +118,7 @@ class Engine:
                 f"the tokenizer has {tokenizer.vocab_size} tokens, but the model's vocab_size is {model.vocab_size}"
             )
         defaults = sampling_defaults(directory, config.generation_config)
+        _check_alike(config, model, defaults)
         return Engine(config, model, Runner(config, model, Checkpoint.open(directory)), tokenizer, defaults)
 
     def add_request(
@@ -199,23 +206,29 @@ class Engine:
         if wrong is not None:
             raise ValueError(f"token id {wrong} is not in the vocabulary (0 to {vocabulary - 1})")
 
-    def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request now and free its pages. Returns its last output, None if it is unknown or finished."""
+    def abort(self, request_id: str) -> Progress | None:
+        """End a request now and free its pages. Returns how far it came, None if it is unknown or finished."""
         request = self._requests.get(request_id)
         if request is None:
             return None
         for sequence in request.sequences:
             sequence.finish_reason = sequence.finish_reason or "abort"
             self.scheduler.remove(sequence)
-        return self._retire(request)
+        self._retire(request)
+        return request.progress()
+
+    @property
+    def generation_tokens(self) -> int:
+        """Tokens that were drawn for requests since the start."""
+        return self._generation_tokens
 
     @property
     def has_unfinished(self) -> bool:
         """Whether there is anything to step."""
         return bool(self._requests or self._flights)
 
-    def step(self) -> list[RequestOutput]:
-        """Start a step, and take what the one before it brought. Returns outputs of requests that changed, cumulative.
+    def step(self) -> list[Progress]:
+        """Start a step, and take what the one before it brought. Returns how far the requests that changed have come.
 
         Where sampling needs all earlier tokens, or without --async-scheduling, nothing is started ahead.
         """
@@ -232,7 +245,11 @@ class Engine:
         except BaseException:  # an interrupt too
             self._fail_all()
             raise
-        return [self._retire(request) if request.finished else request.output() for request in changed]
+        progress = [request.progress() for request in changed]
+        for each in progress:
+            if each.finished:
+                self._retire(each.request)
+        return progress
 
     def _must_know_all(self) -> bool:
         return any(
@@ -278,7 +295,7 @@ class Engine:
             sequence.computed += landing.decoded
         sequence.drafts = landing.drafts
         self._drafts.count(landing.verified, landing.decoded - 1)
-        for token, row in landing.drawn:
+        for row, token in enumerate(landing.drawn, landing.first_row):
             if scores is not None and sequence.params.logprobs is not None:
                 sequence.logprobs.append(self._entries(scores, row, token, sequence.params.logprobs))
                 sequence.cumulative_logprob += float(scores.logprob[row])
@@ -337,8 +354,19 @@ class Engine:
             entries.setdefault(other, Logprob(float(scores.top_logprobs[row, rank]), rank + 1, name(other)))
         return entries
 
-    def _retire(self, request: Request) -> RequestOutput:
+    def _retire(self, request: Request) -> None:
         del self._requests[request.request_id]
         for sequence in request.sequences:
             del self._owner[sequence]
-        return request.output()
+
+
+def _check_alike(config: EngineConfig, model: ModelConfig, defaults: SamplingDefaults) -> None:
+    """Raise ConfigError unless all processes are to build the same engine. Where the checkpoint lies may differ."""
+    first = replace(config.processes, process_id=0)
+    alike = replace(config, processes=first, model="", tokenizer=None)
+    digest = sha256(repr((alike, model, sorted(defaults.items()))).encode()).digest()
+    if others := processes.differs(digest):
+        raise ConfigError(
+            f"processes {', '.join(map(str, others))} were started with other flags, or another model, than process 0; "
+            "give all of them the same but for --process-id"
+        )

@@ -1,7 +1,6 @@
 """What a step brought, sequence by sequence, once the host has read it."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -15,27 +14,28 @@ from glm_dcp_jax.engine.sequence import Sequence
 
 
 class Token(NamedTuple):
-    """A drawn token, and the asked row that it was drawn from."""
+    """A token of a prompt, and its row of the prompt scores."""
 
     token: int
     row: int
 
 
-@dataclass(frozen=True)
-class Landing:
+class Landing(NamedTuple):
     """A sequence's part of a step. decoded: rows of it that are in the cache now and were not counted when it began.
 
     end: tokens that the cache then holds, of a chunk; None where they follow from the tokens. drawn: its new tokens.
-    draws: whether it waited for any. healthy: no NaN or infinity. verified: drafts that were up for it.
+    first_row: the asked row that the first of them was drawn from; the others' follow. draws: whether it waited for
+    any. healthy: no NaN or infinity. verified: drafts that were up for it.
 
     drafts: what is guessed behind; fetched for sequences whose sampling needs it, else empty. scored: tokens of its
-    prompt, each with its row of the prompt scores.
+    prompt whose probability is known now.
     """
 
     sequence: Sequence
     decoded: int
     end: int | None
-    drawn: tuple[Token, ...]
+    drawn: list[int]
+    first_row: int
     draws: bool
     healthy: bool
     verified: int = 0
@@ -70,7 +70,7 @@ def _with_scored(work: Work, landings: Iterable[Landing]) -> Iterator[Landing]:
     row = 0
     for chunk, landing in zip(work.chunks, landings, strict=True):
         tokens = chunk.scored_tokens
-        yield replace(landing, scored=tuple(map(Token, tokens, range(row, row + len(tokens)))))
+        yield landing._replace(scored=tuple(map(Token, tokens, range(row, row + len(tokens)))))
         row += len(tokens)
 
 
@@ -87,19 +87,25 @@ def _with_drafts(
     lines = [*range(len(work.decodes)), *range(first_chunk, first_chunk + len(work.chunks))]
     for line, landing in zip(lines, landings, strict=True):
         guesses = tuple(token for token in drafts[line].tolist() if token >= 0)
-        yield replace(landing, drafts=guesses) if _asks_for_drafts(landing) else landing
+        yield landing._replace(drafts=guesses) if _asks_for_drafts(landing) else landing
 
 
 def _decodes(work: Work, round: Any, finite: np.ndarray) -> Iterator[Landing]:
+    """finite: [C * S] bool. All lines at once, as numpy's cost is by the call."""
     each = round.decoded.shape[1]
-    for line, (sequence, _) in enumerate(work.decodes):
-        count, first = int(round.accepted[line]), line * each
-        of_line = slice(first, first + count)
-        tokens = tuple(
-            Token(token, first + at) for at, token in enumerate(round.decoded[line, :count].tolist())
-        )
-        healthy = bool(finite[of_line].all() and round.healthy[of_line].all())
-        yield Landing(sequence, count, None, tokens, True, healthy, int(round.drafts[line]))
+    healthy = (finite & round.healthy[: len(finite)]).reshape(-1, each)
+    is_rejected = np.arange(each) >= round.accepted[:, None]
+    lines = zip(
+        work.decodes,
+        range(0, len(finite), each),
+        round.decoded.tolist(),
+        round.accepted.tolist(),
+        (healthy | is_rejected).all(axis=1).tolist(),
+        round.drafts.tolist(),
+        strict=False,  # behind the sequences there is padding
+    )
+    for (sequence, _), first, tokens, count, is_healthy, drafts in lines:
+        yield Landing(sequence, count, None, tokens[:count], first, True, is_healthy, drafts)
 
 
 def _chunks(work: Work, flight: Flight, round: Any, finite: np.ndarray, first_row: int) -> Iterator[Landing]:
@@ -108,7 +114,7 @@ def _chunks(work: Work, flight: Flight, round: Any, finite: np.ndarray, first_ro
         row = first_row + line
         healthy = bool(finite[line * each : line * each + chunk.count].all())
         if not chunk.is_last:
-            yield Landing(chunk.sequence, 0, chunk.end, (), False, healthy)
+            yield Landing(chunk.sequence, 0, chunk.end, [], row, False, healthy)
             continue
-        token = Token(int(round.first[line]), row)
-        yield Landing(chunk.sequence, 0, chunk.end, (token,), True, healthy and bool(round.healthy[row]))
+        healthy = healthy and bool(round.healthy[row])
+        yield Landing(chunk.sequence, 0, chunk.end, [int(round.first[line])], row, True, healthy)

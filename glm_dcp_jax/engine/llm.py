@@ -1,5 +1,6 @@
 """Offline inference, with vLLM's names: `LLM(model=...).generate(prompts, sampling_params)`."""
 
+import dataclasses
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
@@ -28,13 +29,18 @@ class LLM:
     def __init__(self, model: str | PathLike[str], **settings: Any) -> None:
         """Load a checkpoint directory (or a name in the local Hugging Face cache).
 
+        max_num_queued_reqs and max_num_queued_tokens have no effect: all prompts of a call are queued at once.
+
         Raises ConfigError for settings that cannot work, ModelNotFound, and CheckpointError.
         """
         config = engine_config(str(model), **settings)
-        prepare(config.parallel.tensor_parallel_size)
+        unlimited = dataclasses.replace(
+            config.scheduler, max_num_queued_reqs=None, max_num_queued_tokens=None
+        )
+        prepare(config.devices_here)
         from glm_dcp_jax.engine.engine import Engine  # loads jax, so only after prepare()
 
-        self.engine = Engine.from_config(config)
+        self.engine = Engine.from_config(dataclasses.replace(config, scheduler=unlimited))
         self._next_id = 0
         self._one_caller = threading.Lock()
 
@@ -43,10 +49,12 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Continue every prompt; outputs are in the prompts' order. One SamplingParams serves all, or one for each;
 
-        None takes the checkpoint's defaults.
+        None takes the checkpoint's defaults. priority: of each prompt; with scheduling_policy priority, lower ones run
+        first.
 
         Raises ValueError for a prompt that cannot run; then nothing is generated.
         """
@@ -65,7 +73,11 @@ class LLM:
         encoded = [self._encode(prompt) for prompt in many]
         for _, ids in encoded:
             self.engine.check_prompt(ids)
-        return self._run(encoded, each, use_tqdm)
+        priorities = [0] * len(many) if priority is None else list(priority)
+        if len(priorities) != len(many):
+            raise ValueError(f"{len(many)} prompts came with {len(priorities)} priorities; give one for each")
+        with self._one_caller:
+            return self._run(encoded, each, priorities, use_tqdm)
 
     def chat(
         self,
@@ -114,25 +126,23 @@ class LLM:
         return self._tokenizer()
 
     def _run(
-        self, encoded: list[tuple[str | None, list[int]]], params: list[SamplingParams], use_tqdm: bool
-    ) -> list[RequestOutput]:
-        with self._one_caller:
-            return self._run_alone(encoded, params, use_tqdm)
-
-    def _run_alone(
-        self, encoded: list[tuple[str | None, list[int]]], params: list[SamplingParams], use_tqdm: bool
+        self,
+        encoded: list[tuple[str | None, list[int]]],
+        params: list[SamplingParams],
+        priorities: list[int],
+        use_tqdm: bool,
     ) -> list[RequestOutput]:
         names = [str(self._next_id + place) for place in range(len(encoded))]
         self._next_id += len(names)
         done: dict[str, RequestOutput] = {}
         try:
-            for name, (text, ids), wanted in zip(names, encoded, params, strict=True):
-                self.engine.add_request(name, ids, wanted, text)
+            for name, (text, ids), wanted, priority in zip(names, encoded, params, priorities, strict=True):
+                self.engine.add_request(name, ids, wanted, text, priority)
             with tqdm(total=len(names), desc="Processed prompts", disable=not use_tqdm) as bar:
                 while self.engine.has_unfinished:
-                    for output in self.engine.step():
-                        if output.finished:
-                            done[output.request_id] = output
+                    for progress in self.engine.step():
+                        if progress.finished:
+                            done[progress.request_id] = progress.output()
                             bar.update()
         finally:
             for name in names:

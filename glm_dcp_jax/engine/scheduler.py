@@ -139,8 +139,12 @@ class Scheduler:
         if keys is None or table is None:
             return
         keys.extend(sequence.tokens[len(keys.tokens) :])
+        blocks = computed // self._layout.virtual_block
+        if blocks == sequence.advanced:
+            return
         self.prefixes.register(table, keys, computed)
-        self._keep_promises(sequence, min(computed // self._layout.virtual_block, len(keys)))
+        sequence.advanced = min(blocks, len(keys))
+        self._keep_promises(sequence, sequence.advanced)
 
     @property
     def cache_usage(self) -> float:
@@ -339,7 +343,7 @@ class Scheduler:
         self.waiting.remove(sequence)
         self.running.add(sequence)
         sequence.table, sequence.slot = table, heapq.heappop(self._free_slots)
-        sequence.computed, sequence.fed = found.length, False
+        sequence.computed, sequence.advanced, sequence.fed = found.length, 0, False
         if not sequence.preemptions:
             sequence.cached_tokens = found.length
         keys = sequence.keys

@@ -1,6 +1,8 @@
 """Requests and their outputs while they run."""
 
+from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from glm_dcp_jax.cache.allocator import PageTable
 from glm_dcp_jax.cache.prefix_cache import BlockKeys
@@ -21,6 +23,7 @@ class Sequence:
     computed: tokens that the cache holds or that a step under way puts there. in_flight: steps under way that will
     bring it tokens. slot: its place in the device's state while it runs; fed: whether that place knows its last token.
     scored: tokens whose successor's probability is known, or is being computed.
+    advanced: blocks of which the prefix cache was told since it runs.
     promised, delivered: blocks up to which others wait for it, and up to which they need not any more. preemptions: how
     often it lost its pages.
     """
@@ -42,6 +45,7 @@ class Sequence:
     table: PageTable | None = None
     slot: int = -1
     fed: bool = False
+    advanced: int = 0
     promised: int = 0
     delivered: int = 0
     cached_tokens: int = 0
@@ -60,9 +64,9 @@ class Sequence:
         return self.tokens[self.prompt_length :]
 
     @property
-    def pages(self) -> list[int]:
+    def pages(self) -> Ids[int]:
         """Its pages, in the order of its tokens; none while it waits."""
-        return [] if self.table is None else self.table.pages
+        return () if self.table is None else self.table.row
 
     @property
     def reports_prompt(self) -> bool:
@@ -90,18 +94,49 @@ class Sequence:
         if self.finish_reason is None and len(self.tokens) >= self.limit:
             self.finish_reason = "length"
 
-    def output(self) -> CompletionOutput:
-        """What there is so far, in vLLM's shape."""
-        text = ""
+    def extent(self) -> "Extent":
+        """How far it has come."""
+        pieces = 0
         if self.detokenizer is not None:
-            text = self.detokenizer.finish() if self.finish_reason else self.detokenizer.text
-        wanted = self.params.logprobs is not None
+            if self.finish_reason is not None:
+                self.detokenizer.finish()
+            pieces = len(self.detokenizer.pieces)
+        return Extent(
+            self,
+            len(self.tokens),
+            pieces,
+            len(self.logprobs),
+            self.cumulative_logprob,
+            self.finish_reason,
+            self.stop_reason,
+        )
+
+
+class Extent(NamedTuple):
+    """How far a sequence had come: ends of its lists, which only grow, and what else changes.
+
+    tokens: prompt and output. pieces: of the text.
+    """
+
+    sequence: Sequence
+    tokens: int
+    pieces: int
+    logprobs: int
+    cumulative_logprob: float
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+
+    def output(self) -> CompletionOutput:
+        """What there was, in vLLM's shape."""
+        sequence = self.sequence
+        text = "" if sequence.detokenizer is None else "".join(sequence.detokenizer.pieces[: self.pieces])
+        wanted = sequence.params.logprobs is not None
         return CompletionOutput(
-            index=self.index,
+            index=sequence.index,
             text=text,
-            token_ids=self.output_ids,
+            token_ids=sequence.tokens[sequence.prompt_length : self.tokens],
             cumulative_logprob=self.cumulative_logprob if wanted else None,
-            logprobs=list(self.logprobs) if wanted else None,
+            logprobs=sequence.logprobs[: self.logprobs] if wanted else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
@@ -116,20 +151,44 @@ class Request:
     prompt_token_ids: list[int]
     sequences: list[Sequence]
 
+    def progress(self) -> "Progress":
+        """How far it has come."""
+        extents = tuple([sequence.extent() for sequence in self.sequences])
+        first = self.sequences[0]
+        finished = None not in [extent.finish_reason for extent in extents]
+        return Progress(self, extents, finished, len(first.prompt_logprobs), first.cached_tokens)
+
+
+class Progress(NamedTuple):
+    """How far a request had come when a step was over. finished: whether all sequences had ended. prompt_logprobs: so
+    many of them.
+
+    It costs the same however long the request is. Its output may be read later and in any thread: what the engine adds
+    meanwhile is not in it.
+    """
+
+    request: Request
+    extents: tuple[Extent, ...]
+    finished: bool
+    prompt_logprobs: int
+    cached_tokens: int
+
     @property
-    def finished(self) -> bool:
-        """Whether all sequences have ended."""
-        return all(sequence.finish_reason is not None for sequence in self.sequences)
+    def request_id(self) -> str:
+        """The request's."""
+        return self.request.request_id
 
     def output(self) -> RequestOutput:
-        """The request's outputs so far."""
-        first = self.sequences[0]
+        """The request's outputs so far, copied, in vLLM's shape."""
+        request = self.request
+        first = request.sequences[0]
+        scores = [None, *first.prompt_logprobs[: self.prompt_logprobs]]
         return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
-            outputs=[sequence.output() for sequence in self.sequences],
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=[extent.output() for extent in self.extents],
             finished=self.finished,
-            prompt_logprobs=None if first.params.prompt_logprobs is None else [None, *first.prompt_logprobs],
-            num_cached_tokens=first.cached_tokens,
+            prompt_logprobs=None if first.params.prompt_logprobs is None else scores,
+            num_cached_tokens=self.cached_tokens,
         )

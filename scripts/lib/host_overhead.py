@@ -71,7 +71,7 @@ def measure(requests: int, prompt_len: int, steps: int, text: bool) -> dict[str,
     and per 100 requests; the 99th percentile; and medians of the first and the last tenth of the steps, which tell
     whether a step's cost grows with the length of what was generated.
     """
-    engine, runner = _engine(requests, prompt_len, steps, text)
+    engine, runner = decoding_engine(requests, prompt_len, steps, text)
     parts = _decode(engine, runner, steps)
     whole = np.sum(list(parts.values()), axis=0)
     tenth = max(1, steps // 10)
@@ -113,7 +113,7 @@ def _decode(engine: Engine, runner: FakeRunner, steps: int) -> dict[str, list[fl
     return times
 
 
-def _engine(requests: int, prompt_len: int, steps: int, text: bool) -> tuple[Engine, FakeRunner]:
+def decoding_engine(requests: int, prompt_len: int, steps: int, text: bool) -> tuple[Engine, FakeRunner]:
     """An engine with the defaults of the command line whose requests all decode, and will for so many steps."""
     prefills = requests * (1 + prompt_len // SchedulerConfig.max_num_batched_tokens)
     output_len = prefills + steps + 2 * _WARM_UP

@@ -110,7 +110,7 @@ def decode(runner: Runner, tokens: list[int], pages: tuple[int, ...]) -> None:
     """A decode step of one sequence, whose last token is not in the cache yet."""
     greedy = SamplingParams(temperature=0)
     sequence = Sequence(0, list(tokens), len(tokens), len(tokens) + 5, 0, greedy, slot=0)
-    sequence.table = SimpleNamespace(pages=list(pages))
+    sequence.table = SimpleNamespace(row=list(pages))
     work = Work(decodes=[Decode(sequence, len(tokens))])
     runner.launch(make_batch(work, shape_of(work, runner.buckets), runner.idle_slot, vocab_size=512))
 

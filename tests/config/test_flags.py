@@ -6,8 +6,8 @@ import pytest
 
 from glm_dcp_jax.config import FLAGS, REFUSED, ConfigError, EngineConfig, engine_config
 from glm_dcp_jax.config.engine import CacheConfig, ParallelConfig, SchedulerConfig
-from glm_dcp_jax.config.processes import ProcessConfig
 from glm_dcp_jax.config.flags import field_of, in_flags, value_type
+from glm_dcp_jax.config.processes import ProcessConfig
 
 SECTIONS = (ParallelConfig, CacheConfig, SchedulerConfig, ProcessConfig)
 NOT_FLAGS = {"model", "parallel", "cache", "scheduler", "processes", "speculative"}

@@ -4,16 +4,19 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiny import GREEDY, MIXED, PROMPT, SETTINGS, changed, generate, tokens_of
+from tiny import GREEDY, MIXED, PROMPT, SETTINGS, changed, generate, random_prompts, tokens_of
 
 from glm_dcp_jax import SamplingParams
 from glm_dcp_jax.config import engine_config
 from glm_dcp_jax.engine.async_engine import AsyncEngine, EngineDead, _Mailbox
 from glm_dcp_jax.engine.outputs import RequestOutput
 from glm_dcp_jax.engine.runner import Runner
+from glm_dcp_jax.engine.sequence import Progress, Request, Sequence
+from glm_dcp_jax.engine.waiting import QueueFull
 
 LONG = changed(GREEDY, max_tokens=80)
 PATIENCE = 90
@@ -47,6 +50,11 @@ async def last_of(
     engine: AsyncEngine, prompt: list[int], params: SamplingParams, request_id: str
 ) -> list[int]:
     return (await all_of(engine, prompt, params, request_id))[-1].outputs[0].token_ids
+
+
+def progress_of(request_id: str) -> Progress:
+    sequence = Sequence(0, list(PROMPT), len(PROMPT), len(PROMPT) + 1, 0, GREEDY)
+    return Request(request_id, None, PROMPT, [sequence]).progress()
 
 
 def start(directory: Path) -> AsyncEngine:
@@ -126,9 +134,9 @@ class TestRequests:
 
         async def two_puts() -> None:
             box = _Mailbox()
-            box.put(RequestOutput("first", None, []))
+            box.put(progress_of("first"))
             await asyncio.sleep(0)
-            box.put(RequestOutput("second", None, []))
+            box.put(progress_of("second"))
             assert (await box.take()).request_id == "second"
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(box.take(), 0.05)
@@ -164,6 +172,52 @@ class TestRequests:
             return [output async for output in first][-1].outputs[0].token_ids
 
         assert run(twice())[: len(greedy)] == greedy
+
+    def test_a_full_queue_refuses_and_the_engine_lives(self, engine, greedy, monkeypatch):
+        limited = replace(engine.config.scheduler, max_num_queued_reqs=1)
+        monkeypatch.setattr(engine._engine, "config", replace(engine.config, scheduler=limited))
+
+        async def together() -> list[list[int] | BaseException]:
+            each = (last_of(engine, PROMPT, GREEDY, str(row)) for row in range(8))
+            return await asyncio.gather(*each, return_exceptions=True)
+
+        slow_down(engine, monkeypatch)
+        ended = run(together())
+        assert greedy in ended
+        assert {type(result) for result in ended if result != greedy} == {QueueFull}
+
+    def test_priority_and_salt_go_with_a_request(self, engine, monkeypatch):
+        limited = replace(engine.config.scheduler, scheduling_policy="priority")
+        monkeypatch.setattr(engine._engine, "config", replace(engine.config, scheduler=limited))
+        scheduler, queued = engine._engine.scheduler, []
+        add = scheduler.add
+        monkeypatch.setattr(
+            scheduler, "add", lambda sequence: (queued.append(sequence.priority), add(sequence))
+        )
+        prompt = random_prompts(20, seed=9)[0]
+
+        async def cached(priority: int, salt: str) -> int:
+            outputs = engine.generate(prompt, GREEDY, "a", priority=priority, cache_salt=salt)
+            return [output async for output in outputs][-1].num_cached_tokens
+
+        asked = [(3, "one"), (-1, "two"), (0, "one")]
+        assert [run(cached(*fields)) for fields in asked] == [0, 0, 19]
+        assert queued == [3, -1, 0]
+
+    def test_a_reset_forgets_what_nobody_uses(self, engine, monkeypatch):
+        prompt = random_prompts(20, seed=11)[0]
+
+        async def reset_while_running() -> list[bool]:
+            running = engine.generate(prompt, LONG, "running")
+            await anext(running)
+            refused = await engine.reset_prefix_cache()
+            await running.aclose()
+            return [refused, await engine.reset_prefix_cache()]
+
+        slow_down(engine, monkeypatch)
+        assert run(reset_while_running()) == [False, True]
+        outputs = run(all_of(engine, prompt, GREEDY, "again"))
+        assert outputs[-1].num_cached_tokens == 0
 
     def test_stats_count_what_was_done(self, engine):
         before = engine.stats()
@@ -258,7 +312,7 @@ class TestDeath:
         """It is posted while the step runs, and looked at only after the engine has stopped."""
         in_step, leave_step = threading.Event(), threading.Event()
 
-        def last_step() -> list[RequestOutput]:
+        def last_step() -> list[Progress]:
             in_step.set()
             leave_step.wait(PATIENCE)
             if ending == "failure":

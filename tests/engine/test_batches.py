@@ -21,7 +21,7 @@ from tiny import (
 
 from glm_dcp_jax import SamplingParams
 from glm_dcp_jax.config import ConfigError
-from glm_dcp_jax.engine.outputs import RequestOutput
+from glm_dcp_jax.engine.sequence import Progress
 
 PAGES = SETTINGS["num_gpu_blocks_override"]
 
@@ -46,11 +46,11 @@ class TestBatches:
         seen = []
         step = llm.engine.step
 
-        def watched() -> list[RequestOutput]:
-            outputs = step()
+        def watched() -> list[Progress]:
+            progress = step()
             stats = llm.engine.stats()
             seen.append((stats.running, stats.waiting))
-            return outputs
+            return progress
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(llm.engine, "step", watched)

@@ -83,10 +83,10 @@ def test_a_busy_engine_is_refused_and_goes_on(llm, greedy):
     llm.engine.add_request("busy", PROMPT, GREEDY)
     with pytest.raises(RuntimeError, match="needs an idle engine"):
         llm.compute_logits([7])
-    outputs = []
+    progress = []
     while llm.engine.has_unfinished:
-        outputs += llm.engine.step()
-    assert outputs[-1].outputs[0].token_ids == greedy
+        progress += llm.engine.step()
+    assert progress[-1].output().outputs[0].token_ids == greedy
 
 
 @pytest.mark.parametrize(

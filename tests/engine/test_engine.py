@@ -1,6 +1,7 @@
 """The engine under its callers: aborts, outputs on the way, failed steps, counts, and NaN in the weights."""
 
 import logging
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -36,12 +37,12 @@ class TestEngine:
         engine.add_request("b", PROMPT, GREEDY)
         for _ in range(steps):
             engine.step()
-        output = engine.abort("a")
+        output = engine.abort("a").output()
         assert output.finished and output.outputs[0].finish_reason == "abort"
         assert engine.abort("a") is None and engine.abort("unknown") is None
         outputs = []
         while engine.has_unfinished:
-            outputs += engine.step()
+            outputs += [progress.output() for progress in engine.step()]
         assert {output.request_id for output in outputs} == {"b"}
         assert outputs[-1].outputs[0].token_ids == greedy
 
@@ -50,15 +51,16 @@ class TestEngine:
         engine.add_request("a", PROMPT, SamplingParams(temperature=0, n=2, max_tokens=20, ignore_eos=True))
         while len(engine._requests["a"].sequences[1].output_ids) < 4:
             engine.step()
-        outputs = engine.abort("a").outputs
+        outputs = engine.abort("a").output().outputs
         assert [output.finish_reason for output in outputs] == ["abort", "abort"]
         assert all(output.token_ids[:4] == greedy[:4] for output in outputs)
 
     def test_outputs_are_cumulative_and_the_last_is_finished(self, llm, greedy):
         llm.engine.add_request("a", PROMPT, GREEDY)
-        outputs = []
+        progress = []
         while llm.engine.has_unfinished:
-            outputs += llm.engine.step()
+            progress += llm.engine.step()
+        outputs = [each.output() for each in progress]  # what came later is not in them
         assert [output.outputs[0].token_ids for output in outputs] == [greedy[: n + 1] for n in range(8)]
         assert [output.finished for output in outputs] == [False] * 7 + [True]
 
@@ -91,6 +93,15 @@ class TestEngine:
             tiny_llm(directory)
         assert "GPU KV cache size: 120 tokens" in caplog.messages
         assert "Maximum concurrency for 100 tokens per request: 1.20x" in caplog.messages
+        assert any(
+            re.match("KV cache records: float32.*; indexer shards: 1$", line) for line in caplog.messages
+        )
+        assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+    def test_exchange_settings_that_mean_nothing_without_dcp_are_named(self, directory, caplog):
+        tiny_llm(directory, dcp_decode_path="bulk", dcp_comm_backend="a2a")
+        (warning,) = [record.getMessage() for record in caplog.records if "no effect" in record.getMessage()]
+        assert warning.endswith("--dcp-comm-backend a2a, --dcp-decode-path bulk")
 
     def test_stats_count_tokens(self, llm):
         before = llm.engine.stats()

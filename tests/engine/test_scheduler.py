@@ -191,7 +191,7 @@ class TestPreemption:
         for each in requests:
             engine.scheduler.remove(each)
             each.finish_reason = each.finish_reason or "abort"
-            assert each.pages == [] and each not in engine.scheduler.running
+            assert not each.pages and each not in engine.scheduler.running
             assert each not in engine.scheduler.waiting
         assert engine.scheduler.allocator.num_used == 0
         engine.scheduler.remove(requests[0])  # once more does no harm

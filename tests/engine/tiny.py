@@ -67,6 +67,13 @@ def write_drafting(directory: Path, **changes) -> Path:
     """The checkpoint with an MTP layer that guesses right about every other time: all layers add little to a token's
     embedding, and the MTP layer begins with that of its own token."""
     config = CONFIG | changes
+    write_checkpoint(directory, config, drafting_tensors(config))
+    make_tokenizer().save(str(directory / "tokenizer.json"))
+    return directory
+
+
+def drafting_tensors(config: dict) -> dict[str, np.ndarray]:
+    """Its weights."""
     tensors = make_tensors(config, mtp=True)
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -76,9 +83,7 @@ def write_drafting(directory: Path, **changes) -> Path:
     tensors[f"{mtp}.eh_proj.weight"] = first_half.astype(tensors[f"{mtp}.eh_proj.weight"].dtype)
     tensors[f"{mtp}.enorm.weight"] = np.ones_like(tensors[f"{mtp}.enorm.weight"])
     tensors[f"{mtp}.shared_head.norm.weight"] = tensors["model.norm.weight"]
-    write_checkpoint(directory, config, tensors)
-    make_tokenizer().save(str(directory / "tokenizer.json"))
-    return directory
+    return tensors
 
 
 def tiny_llm(directory: Path, **settings) -> LLM:
