@@ -190,7 +190,7 @@ class AsyncEngine:
     def _run(self) -> None:
         try:
             self._engine.runner.warm_up(lambda: self._stopping)
-            # What is there now stays: without this, a full collection looks through all of it and takes a tenth of a second.
+            # What is there now stays: a full collection that looks through all of it takes a tenth of a second.
             gc.collect()
             gc.freeze()
             self._ready = not self._stopping
