@@ -57,7 +57,8 @@ def describe(eos_token_ids: Sequence[int], pad_token_id: int) -> dict[str, Any]:
         "hidden_act": "silu",
         "attention_bias": False,
         "tie_word_embeddings": False,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": 1,
+        "index_share_for_mtp_iteration": True,
         "eos_token_id": list(eos_token_ids),
         "pad_token_id": pad_token_id,
     }

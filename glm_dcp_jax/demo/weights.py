@@ -35,16 +35,29 @@ def _network(model: ModelConfig) -> Shapes:
     shapes: Shapes = {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding}
     shapes["model.norm.weight"] = (model.hidden_size,)
     for layer, (full, sparse) in enumerate(zip(model.full, model.sparse, strict=True)):
-        name = f"model.layers.{layer}"
-        shapes[f"{name}.input_layernorm.weight"] = (model.hidden_size,)
-        shapes[f"{name}.post_attention_layernorm.weight"] = (model.hidden_size,)
-        shapes |= _attention(f"{name}.self_attn", model)
-        if full:
-            shapes |= _indexer(f"{name}.self_attn.indexer", model)
-        if sparse:
-            shapes |= _experts(f"{name}.mlp", model)
-        else:
-            shapes |= _feed_forward(f"{name}.mlp", model, model.intermediate_size)
+        shapes |= _layer(f"model.layers.{layer}", model, full, sparse)
+    return shapes | _mtp(f"model.layers.{model.num_hidden_layers}", model)
+
+
+def _layer(name: str, model: ModelConfig, full: bool, sparse: bool) -> Shapes:
+    shapes: Shapes = {
+        f"{name}.{norm}.weight": (model.hidden_size,)
+        for norm in ("input_layernorm", "post_attention_layernorm")
+    }
+    shapes |= _attention(f"{name}.self_attn", model)
+    if full:
+        shapes |= _indexer(f"{name}.self_attn.indexer", model)
+    if sparse:
+        return shapes | _experts(f"{name}.mlp", model)
+    return shapes | _feed_forward(f"{name}.mlp", model, model.intermediate_size)
+
+
+def _mtp(name: str, model: ModelConfig) -> Shapes:
+    """The layer that drafts; embedding and head are the network's."""
+    shapes = _layer(name, model, full=True, sparse=True)
+    for norm in ("enorm", "hnorm", "shared_head.norm"):
+        shapes[f"{name}.{norm}.weight"] = (model.hidden_size,)
+    shapes[f"{name}.eh_proj.weight"] = (model.hidden_size, 2 * model.hidden_size)
     return shapes
 
 

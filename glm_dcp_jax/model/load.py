@@ -111,7 +111,7 @@ def _say_what_is_left_out(checkpoint: Checkpoint, config: ModelConfig, shape: Ne
         first = {kind: name for name, kind in reversed(kinds.items())}
         counts = collections.Counter(kinds.values())
         listed = "; ".join(f"{count} {kind} ({first[kind]})" for kind, count in counts.items())
-        _log.warning("%d tensors are not loaded: %s", len(kinds), listed)
+        _log.info("%d tensors are not loaded: %s", len(kinds), listed)
 
 
 def _load_parameter(

@@ -1,7 +1,18 @@
 """Requests that run together, share pages, lose them, and are started ahead: each gets what it gets alone."""
 
 import pytest
-from tiny import GREEDY, MIXED, changed, check_idle, generate, only, random_prompts, tiny_llm, tokens_of
+from tiny import (
+    GREEDY,
+    MIXED,
+    changed,
+    check_idle,
+    generate,
+    only,
+    random_prompts,
+    tiny_llm,
+    tokens_of,
+    write_tiny,
+)
 
 from glm_dcp_jax import LLM
 
@@ -41,7 +52,7 @@ def test_who_loses_its_pages_goes_on_as_if_nothing_had_happened(directory, plain
     short.engine.scheduler.prefixes.check()
 
 
-@pytest.mark.parametrize("dcp", [1, 2, 4])
+@pytest.mark.parametrize("dcp", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_common_prefix_is_computed_once_and_counted_exactly(directory, devices, dcp):
     devices(dcp)
     llm = tiny_llm(
@@ -61,3 +72,40 @@ def test_a_common_prefix_is_computed_once_and_counted_exactly(directory, devices
     assert llm.engine.reset_prefix_cache()
     assert generate(llm, prompts[:1])[0].num_cached_tokens == 0
     check_idle(llm)
+
+
+@pytest.mark.parametrize(
+    "dcp", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+)
+def test_a_long_prefix_of_many_requests_at_once_is_computed_once(tmp_path, devices, dcp, monkeypatch):
+    """1,000 tokens, 32 requests: what all steps together computed is the prefix and what each has behind it.
+
+    With blocks of 32 tokens 992 of them: the block that is not full when the others come is not shared.
+    """
+    devices(dcp)
+    llm = tiny_llm(
+        write_tiny(tmp_path, max_position_embeddings=2048),
+        tensor_parallel_size=dcp,
+        decode_context_parallel_size=dcp,
+        max_model_len=1100,
+        max_num_seqs=32,
+        precompile_bs_paddings=(32,),
+        max_num_batched_tokens=256,
+        precompile_token_paddings=(256,),
+        num_gpu_blocks_override=1200 // dcp,
+    )
+    computed, following = [], llm.engine.scheduler.next
+
+    def counted():
+        work = following()
+        computed.append(sum(chunk.count for chunk in work.chunks))
+        return work
+
+    monkeypatch.setattr(llm.engine.scheduler, "next", counted)
+    block = llm.engine.runner.layout.virtual_block
+    length = 1000 // block * block
+    prefix = random_prompts(length, seed=6)[0]
+    tails = random_prompts(*range(2, 34), seed=7)
+    outputs = generate(llm, [[*prefix, *tail] for tail in tails], changed(GREEDY, max_tokens=3))
+    assert sum(computed) == length + sum(map(len, tails))
+    assert [output.num_cached_tokens for output in outputs] == [0] + [length] * 31

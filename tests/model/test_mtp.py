@@ -84,14 +84,14 @@ class TestLoading:
     def test_copies_of_embedding_and_head_are_left_out_and_that_is_said(self, tmp_path, caplog):
         """Some files have them; they are the main model's, whatever is in them."""
         copies = {"embed_tokens__weight": np.ones((2, 2)), "shared_head__head__weight": np.ones(3)}
-        with caplog.at_level(logging.WARNING):
+        with caplog.at_level(logging.INFO):
             load(write_checkpoint(tmp_path, *tensors_with(**copies)))
         assert "2 tensors are not loaded: 2 the MTP layer's copies of embedding and head" in caplog.text
 
     def test_without_drafts_the_layer_is_left_out_and_that_is_said(self, tmp_path, caplog):
         config, tensors = make_model(NAME, mtp=True)
         count = sum(name.startswith(PREFIX) for name in tensors)
-        with caplog.at_level(logging.WARNING):
+        with caplog.at_level(logging.INFO):
             assert load(write_checkpoint(tmp_path, config, tensors), mtp=False).mtp is None
         assert f"{count} tensors are not loaded" in caplog.text and "--speculative-config" in caplog.text
 
