@@ -320,7 +320,7 @@ def _check_output(folder: Path) -> None:
         if is_new:
             file.unlink()
     if find_spec("matplotlib") is None:
-        raise ConfigError("--output draws with matplotlib, which is not installed: pip install -e '.[bench]'")
+        raise ConfigError("--output draws with matplotlib, which is not installed: pip install -e '.[plot]'")
 
 
 def run(given: argparse.Namespace, on_gpu: bool, command: str) -> None:

@@ -183,7 +183,10 @@ def serving(given: argparse.Namespace, results: Results | None) -> None:
         try:
             results.draw(rows, given.metric_percentiles)
         except ImportError as error:
-            print(f"no plot: {error}; the extra [bench] installs it: pip install '.[bench]'", file=sys.stderr)
+            print(
+                f"no plot: {error}; the extra [plot] installs it: {sys.executable} -m pip install -e '.[plot]'",
+                file=sys.stderr,
+            )
 
 
 def host_overhead(given: argparse.Namespace, results: Results | None) -> None:
@@ -227,7 +230,10 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         return _fail(str(error), 2)
     except ModuleNotFoundError as error:
-        return _fail(f"{error}; the extra [test] installs what this needs: pip install '.[test]'", 2)
+        return _fail(
+            f"{error}; the extra [test] installs what this needs: {sys.executable} -m pip install -e '.[test]'",
+            2,
+        )
     if results:
         print(f"wrote {', '.join(map(str, results.written))}")
     return 0

@@ -5,8 +5,10 @@ Its unit is the block: the layout.virtual_block tokens that one page holds over 
     key[i] = sha256(key[i-1], tokens of block i as int32),    key[-1] = root = sha256(all else that changes bytes),
 
 so a key stands for the whole prefix up to the block's end. A page with a full block is registered under the key and
-keeps its content after its last reference has gone, until the allocator hands it out again. One page id names the
-CKV, the index keys and the MTP caches alike, so one walk along the keys decides a hit for all of them.
+keeps its content after its last reference has gone, until the allocator hands it out again. So is a page whose block is
+not full, with the tokens that it has so far: nobody shares it, since its owner goes on writing there, but it is copied.
+One page id names the CKV, the index keys and the MTP caches alike, so one walk along the keys decides a hit for all of
+them.
 
 Lookahead: with MTP a row's bytes depend on the token behind it too (the MTP layer is fed the next token), so what one
 continuation wrote in the last row of a block is wrong for another. `lookahead` = 1 puts that token into the block's
@@ -69,10 +71,11 @@ class BlockKeys:
         """The key that the block's own builds on: of the block before it, which is full; of the first one the root."""
         return self[block - 1] if block else self._chain[0]
 
-    def block_tokens(self, block: int) -> bytes:
-        """The tokens of a block and its lookahead, as int32; fewer where they are not known yet."""
+    def block_tokens(self, block: int, end: int | None = None) -> bytes:
+        """The tokens of a block and its lookahead, as int32; fewer where they are not known yet, or are at `end`."""
         start = block * self._block_tokens
-        return self.tokens[start : start + self._block_tokens + self._lookahead].tobytes()
+        stop = start + self._block_tokens + self._lookahead
+        return self.tokens[start : stop if end is None else min(stop, end)].tobytes()
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,12 @@ class Match:
         """The pages, then the source page: one for each key."""
         return self.pages if self.source_page is None else (*self.pages, self.source_page)
 
+    @property
+    def without_source(self) -> "Match":
+        """The whole blocks alone."""
+        length = self.length - self.partial_tokens
+        return Match(self.queried, length, self.pages, self.keys[: len(self.pages)])
+
 
 @dataclass
 class PrefixCacheStats:
@@ -108,7 +117,10 @@ class PrefixCacheStats:
 
 @dataclass(eq=False, slots=True)
 class _Block:
-    """A registered block. pages: all that hold it, the earliest first; several if it was computed more than once."""
+    """A registered block. pages: all that hold it, the earliest first; several if it was computed more than once.
+
+    tokens: with the lookahead; fewer in a block that is not full.
+    """
 
     key: bytes
     parent: bytes
@@ -195,25 +207,28 @@ class PrefixCache:
         self.stats.hits += match.length
         return table
 
-    def register(self, table: PageTable, keys: BlockKeys, computed: int) -> None:
+    def register(self, table: PageTable, keys: BlockKeys, computed: int, rest: bool = False) -> None:
         """Registers the table's blocks that are full and are not registered yet; O(1) while there are none.
 
-        computed: tokens from the front whose records are final, in all caches of the table's pages. A block that
-        another page holds already stays that page's; this one stands in for it once that one is evicted. Raises
-        AllocatorError if the table's last registered page is of other tokens than the keys.
+        computed: tokens from the front whose records are final, in all caches of the table's pages. rest: also the
+        block behind the full ones, unless another has its tokens. A block that another page holds already stays that
+        page's; this one stands in for it once that one is evicted. Raises AllocatorError if the table's last registered
+        page is of other tokens than the keys.
         """
         if not self.enabled:
             return
         full = min(computed // self._layout.virtual_block, len(keys), len(table.pages))
         first = full
-        while first > 0 and table.pages[first - 1] not in self._by_page:
+        while first > 0 and not self._has_full_block(table.pages[first - 1]):
             first -= 1
         if 0 < first < full and self._by_page[table.pages[first - 1]].key != keys[first - 1]:
             raise AllocatorError(
                 f"page {table.pages[first - 1]} is registered for other tokens than this sequence's"
             )
         for index in range(first, full):
-            self._register_block(table.pages[index], keys, index)
+            self._register_block(table.pages[index], keys, index, keys.block_tokens(index))
+        if rest and full < len(table.pages):
+            self._register_rest(table.pages[full], keys, full, computed)
 
     def reset(self) -> bool:
         """Forgets the content of every free page. True if nothing computed before can be found from now on.
@@ -259,12 +274,32 @@ class PrefixCache:
         closest = max(neighbours, key=lambda block: _common_tokens(block.tokens, tokens))
         return closest, _common_tokens(closest.tokens, tokens)
 
-    def _register_block(self, page: int, keys: BlockKeys, index: int) -> None:
+    def _has_full_block(self, page: int) -> bool:
+        block = self._by_page.get(page)
+        return block is not None and len(block.tokens) == self._full_bytes
+
+    @property
+    def _full_bytes(self) -> int:
+        return TOKEN_BYTES * (self._layout.virtual_block + self._lookahead)
+
+    def _register_rest(self, page: int, keys: BlockKeys, index: int, computed: int) -> None:
+        tokens = keys.block_tokens(index, computed + self._lookahead)
+        count = len(tokens) // TOKEN_BYTES
+        if count <= self._lookahead or self._closest_child(keys, index)[1] >= count:
+            return
+        self._register_block(page, keys, index, tokens)
+
+    def _register_block(self, page: int, keys: BlockKeys, index: int, tokens: bytes) -> None:
+        """In place of what the page had when its block was shorter."""
+        if page in self._by_page:
+            self._allocator.unkeep(page)
+            self._forget(page)
         self._allocator.keep(page, self._evicted)
-        key = keys[index]
+        parent = keys.parent(index)
+        key = sha256(parent + tokens).digest()
         block = self._by_key.get(key)
         if block is None:
-            block = _Block(key, keys.parent(index), index, keys.block_tokens(index))
+            block = _Block(key, parent, index, tokens)
             self._by_key[key] = block
             insort(self._children.setdefault(block.parent, []), block, key=_tokens)
         block.pages.append(page)

@@ -32,6 +32,10 @@ class ProcessConfig:
             raise ConfigError(
                 f"num_processes {count} needs coordinator_address: host:port, where process 0 listens for the others"
             )
+        if count == 1 and self.coordinator_address is not None:
+            raise ConfigError(
+                "coordinator_address is for several processes; give num_processes too, or leave it out"
+            )
         if self.coordinator_address is not None:
             self._check_address(self.coordinator_address)
 

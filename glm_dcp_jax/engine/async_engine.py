@@ -18,6 +18,8 @@ from glm_dcp_jax.engine.sampling_params import SamplingParams
 from glm_dcp_jax.engine.sequence import Progress
 
 _log = logging.getLogger(__name__)
+_LAST_STEP_SECONDS = 10
+"""How long a shutdown waits for the step in progress: a process that hangs may keep it from ending."""
 Result = TypeVar("Result")
 
 
@@ -159,7 +161,9 @@ class AsyncEngine:
             self._wake.notify()
         # While steps are compiled there is nothing to wait for: the thread is a daemon and holds no request.
         if self._ready and threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(_LAST_STEP_SECONDS)
+            if self._thread.is_alive():
+                _log.warning("the step in progress does not end; the process does, without it")
 
     def _post(self, call: Callable[[], Result]) -> "Future[Result]":
         """Have the engine's thread run `call` between two steps; the future carries what it returns or raises."""
@@ -214,13 +218,14 @@ class AsyncEngine:
         for future, call in calls:
             _run_into(future, call)
         self._leader.before_step(self._engine)
-        for progress in self._engine.step():
+        ended = self._engine.step()
+        self._stats = self._engine.stats()  # before anybody hears of it: who then asks finds it counted
+        for progress in ended:
             mailbox = self._mailboxes.get(progress.request_id)
             if progress.finished:
                 self._mailboxes.pop(progress.request_id, None)
             if mailbox is not None:
                 mailbox.put(progress)
-        self._stats = self._engine.stats()
         return True
 
     def _end_all(self) -> None:

@@ -186,7 +186,7 @@ class Engine:
         words = (
             bad_word_tokens(params.bad_words, self.tokenizer) if params.bad_words and self.tokenizer else ()
         )
-        return LogitRules(params, ids, self._eos, words)
+        return LogitRules(params, ids, self._eos, words, self.model_config.vocab_size)
 
     def check_prompt(self, ids: Ids[int]) -> None:
         """Raise ValueError unless these tokens can be a prompt: not empty, in the vocabulary, room for one more."""

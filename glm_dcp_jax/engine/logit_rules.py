@@ -59,10 +59,12 @@ class LogitRules:
         prompt: Sequence[int],
         eos: Collection[int],
         bad_words: Sequence[Sequence[int]] = (),
+        vocab_size: int | None = None,
     ) -> None:
         """eos: the model's end-of-sequence tokens. bad_words: as `bad_word_tokens` gives them.
 
-        All tokens must be in the vocabulary. Raises ParameterError if allowed_token_ids are all forbidden.
+        All tokens must be in the vocabulary. Raises ParameterError if every token is forbidden that is allowed, or,
+        where vocab_size is given, that there is.
         """
         self._params = params
         self._stops = frozenset(eos) | frozenset(params.stop_token_ids or ())
@@ -71,21 +73,25 @@ class LogitRules:
         self._endings = _endings(bad_words)
         self._entries = _Entries()
         never = {word[0] for word in bad_words if len(word) == 1}
-        self._require_choice(never)
+        self._require_choice(never, vocab_size)
         self._list_fixed(prompt, never)
         self._fixed = len(self._entries)
 
-    def _require_choice(self, never: Collection[int]) -> None:
-        """Refuse what forbids every allowed token from the start. What bad words do later, `sample` reports."""
-        if self._allowed is None:
-            return
-        if not self._allowed.difference(never):
-            raise ParameterError("bad_words", "bad_words forbid every token of allowed_token_ids")
-        if self._params.min_tokens and not self._allowed.difference(never, self._stops):
+    def _require_choice(self, never: Collection[int], vocab_size: int | None) -> None:
+        """Refuse what forbids every token from the start. What bad words do later, `sample` reports."""
+        allowed = self._allowed
+        if allowed is None:
+            if vocab_size is None or len(self._stops) + len(never) < vocab_size:
+                return  # far from it, as nearly always
+            allowed = frozenset(range(vocab_size))
+        whose = "the vocabulary" if self._allowed is None else "allowed_token_ids"
+        if not allowed.difference(never):
+            raise ParameterError("bad_words", f"bad_words forbid every token of {whose}")
+        if self._params.min_tokens and not allowed.difference(never, self._stops):
             raise ParameterError(
                 "min_tokens",
-                "min_tokens forbids stop tokens at first, but allowed_token_ids leave no other token; "
-                "allow one more, or set min_tokens to 0",
+                f"min_tokens forbids stop tokens at first, and {whose} has no other token; allow one more, or set "
+                "min_tokens to 0",
             )
 
     def _list_fixed(self, prompt: Sequence[int], never: Collection[int]) -> None:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from tqdm import tqdm
 
 from glm_dcp_jax import environment
 from glm_dcp_jax.cache.capacity import resolve_max_model_len
@@ -185,7 +186,7 @@ class Runner:
         if not compile_all(compilations, stopped):
             return
         processes.wait_for_all("compiled")  # what follows runs on the mesh, and some processes compile faster
-        for shape in {_lines_of(shape): shape for shape in shapes}.values():
+        for shape in tqdm({_lines_of(shape): shape for shape in shapes}.values(), desc="Compiling sampling"):
             self._warm_up_sampling(shape)
         for rows in {shape.total_rows for shape in shapes if shape.blocks[-1].kind == "prefill"}:
             self._score_prompt.warm_up(self._leaves, rows)

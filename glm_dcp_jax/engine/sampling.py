@@ -18,7 +18,7 @@ _LEAST_SHARE = 1e-30
 
 
 class RowParams(NamedTuple):
-    """Sampling parameters, [M] each (float32, top_k and step int32, seed uint32), of numpy or jax.
+    """Sampling parameters, [M] each (float32, top_k and step int32), seed [M, 2] uint32, of numpy or jax.
 
     seed and step decide the randomness: the request's seed, the token's index in the output. A step that only the
     device knows may replace the host's: `params._replace(step=...)`.
@@ -71,7 +71,7 @@ def row_params(wanted: Sequence[tuple[SamplingParams, int, int]], rows: int) -> 
         column((max(params.top_k, 0) for params, _, _ in filled), np.int32),
         column((params.top_p for params, _, _ in filled), np.float32),
         column((params.min_p for params, _, _ in filled), np.float32),
-        column((seed % 2**32 for _, seed, _ in filled), np.uint32),
+        column((divmod(seed % 2**64, 2**32) for _, seed, _ in filled), np.uint32),
         column((step for _, _, step in filled), np.int32),
     )
 
@@ -138,9 +138,10 @@ def _draw(logits: Float[Array, "M V"], params: RowParams, filtered: bool) -> Int
     return jnp.argmax(scaled + _noise(params.seed, params.step, logits.shape[1]), axis=1)
 
 
-def _noise(seeds: UInt32[Array, " M"], steps: Int[Array, " M"], vocab_size: int) -> Float[Array, "M V"]:
+def _noise(seeds: UInt32[Array, "M 2"], steps: Int[Array, " M"], vocab_size: int) -> Float[Array, "M V"]:
     def of_row(seed: Array, step: Array) -> Array:
-        return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), step), (vocab_size,))
+        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+        return jax.random.gumbel(jax.random.fold_in(key, step), (vocab_size,))
 
     return jax.vmap(of_row)(seeds, steps)
 

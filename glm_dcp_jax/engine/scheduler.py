@@ -139,10 +139,12 @@ class Scheduler:
         if keys is None or table is None:
             return
         keys.extend(sequence.tokens[len(keys.tokens) :])
+        ends_prompt = sequence.settled < sequence.prompt_length <= computed
+        sequence.settled = computed
         blocks = computed // self._layout.virtual_block
-        if blocks == sequence.advanced:
+        if blocks == sequence.advanced and not ends_prompt:
             return
-        self.prefixes.register(table, keys, computed)
+        self.prefixes.register(table, keys, computed, rest=ends_prompt)
         sequence.advanced = min(blocks, len(keys))
         self._keep_promises(sequence, sequence.advanced)
 
@@ -205,9 +207,13 @@ class Scheduler:
         self.preemptions += 1
 
     def _release(self, sequence: Sequence) -> None:
+        """Give back what it holds; what is final of it can be found again, unless the model went wrong on it."""
         if sequence.table is not None:
+            if sequence.keys is not None and sequence.finish_reason != "error":
+                self.prefixes.register(sequence.table, sequence.keys, sequence.settled, rest=True)
             sequence.table.release()
             sequence.table = None
+        sequence.settled = sequence.advanced = 0
         if sequence.slot >= 0:
             heapq.heappush(self._free_slots, sequence.slot)
             sequence.slot = -1
@@ -302,7 +308,11 @@ class Scheduler:
             return Match(0, last, tuple(leader.pages[:whole]), (), source, rest)
         if sequence.keys is None or (sequence.reports_prompt and sequence.scored < sequence.prompt_length):
             return Match()
-        return self.prefixes.match(sequence.keys, last)
+        found = self.prefixes.match(sequence.keys, last)
+        length = self._with_drafts(sequence, len(sequence.tokens))
+        # The page that is copied is held besides the sequence's own: where that is one too many, go without.
+        fits = self.prefixes.pages_needed(found, length) <= self.allocator.num_free
+        return found if fits else found.without_source
 
     def _start(self, work: Work, sequence: Sequence, found: Match, budget: int) -> bool:
         """Give a waiting sequence its pages, and its first chunk or row, if all of that can be had."""

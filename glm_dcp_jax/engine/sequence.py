@@ -23,7 +23,7 @@ class Sequence:
     computed: tokens that the cache holds or that a step under way puts there. in_flight: steps under way that will
     bring it tokens. slot: its place in the device's state while it runs; fed: whether that place knows its last token.
     scored: tokens whose successor's probability is known, or is being computed.
-    advanced: blocks of which the prefix cache was told since it runs.
+    advanced, settled: blocks, and tokens, of which the prefix cache was told since it runs.
     promised, delivered: blocks up to which others wait for it, and up to which they need not any more. preemptions: how
     often it lost its pages.
     """
@@ -46,6 +46,7 @@ class Sequence:
     slot: int = -1
     fed: bool = False
     advanced: int = 0
+    settled: int = 0
     promised: int = 0
     delivered: int = 0
     cached_tokens: int = 0

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from glm_dcp_jax import environment
 from glm_dcp_jax.config import ConfigError, EngineConfig
 from glm_dcp_jax.serve import flags, logs, run
-from glm_dcp_jax.serve.interface import COMPILE_THREAD, Engine
+from glm_dcp_jax.serve.interface import DAEMONS, Engine
 
 _LOG = logging.getLogger(__name__)
 _INTERRUPTED = 130
@@ -94,7 +94,7 @@ def _exit(code: int) -> None:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    if any(thread.name == COMPILE_THREAD and thread.is_alive() for thread in threading.enumerate()):
+    if any(thread.name in DAEMONS and thread.is_alive() for thread in threading.enumerate()):
         os._exit(code)
     sys.exit(code)
 

@@ -11,8 +11,8 @@ from glm_dcp_jax.engine.outputs import RequestOutput
 from glm_dcp_jax.engine.sampling_params import SamplingParams
 from glm_dcp_jax.engine.tokenizer import Tokenizer
 
-COMPILE_THREAD = "compile"
-"""Name of the threads in which an engine compiles its steps."""
+DAEMONS = ("compile", "engine")
+"""Names of the threads in which an engine compiles its steps and runs them, and which nobody waits for at the end."""
 
 
 class EngineStats(Protocol):

@@ -13,6 +13,7 @@ def configure(level: str) -> None:
     for name in _OURS:
         logging.getLogger(name).setLevel(level.upper())
     if level != "debug":
+        logging.getLogger("uvicorn.error").addFilter(_is_no_false_start)
         logging.getLogger("uvicorn.access").addFilter(_is_no_poll)
 
 
@@ -20,3 +21,8 @@ def _is_no_poll(record: logging.LogRecord) -> bool:
     """Health checks and scrapes come every few seconds and would bury everything else."""
     _, _, path, *_ = record.args if isinstance(record.args, tuple) and len(record.args) > 2 else ("", "", "")
     return str(path).partition("?")[0] not in _POLLED
+
+
+def _is_no_false_start(record: logging.LogRecord) -> bool:
+    """The HTTP server is up before the steps are compiled: its "startup complete" would be taken for being ready."""
+    return "application startup" not in record.getMessage().lower()

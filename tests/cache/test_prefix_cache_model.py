@@ -57,11 +57,15 @@ class Requests(RuleBasedStateMachine):
             if not holders:
                 del self.registered[prefix]
 
-    def expected_hit(self, salt: str, tokens: list[int], limit: int) -> int:
+    def known(self, salt: str, tokens: list[int]) -> int:
+        """The longest prefix of these tokens, the lookahead among them, that anything registered begins with."""
         shared = [
             len(commonprefix([known, tuple(tokens)])) for of_salt, known in self.registered if of_salt == salt
         ]
-        return max(0, min(limit, max(shared, default=0) - self.lookahead))
+        return max(shared, default=0)
+
+    def expected_hit(self, salt: str, tokens: list[int], limit: int) -> int:
+        return max(0, min(limit, self.known(salt, tokens) - self.lookahead))
 
     @rule(data=st.data(), salt=st.sampled_from(["", "", "other"]))
     def arrive(self, data: st.DataObject, salt: str) -> None:
@@ -103,21 +107,44 @@ class Requests(RuleBasedStateMachine):
             request.target = None
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), count=st.integers(1, 12))
-    def compute(self, data: st.DataObject, count: int) -> None:
+    @rule(data=st.data(), count=st.integers(1, 12), rest=st.booleans())
+    def compute(self, data: st.DataObject, count: int, rest: bool) -> None:
         request = self.draw_running(data)
         self.copy(request)
         shared = {page for each in self.running if each is not request for page in each.table.pages}
         end = min(request.computed + count, len(request.tokens) - self.lookahead)
         for position in range(request.computed, end):
             page = request.table.pages[position // self.block]
-            assert page not in shared and page not in self.allocator.kept, "others may read it"
+            assert page not in shared, "others may read it"
+            assert all(
+                position >= len(known) - self.lookahead
+                for (_, known), holders in self.registered.items()
+                if page in holders
+            ), "others may copy it"
             self.pool[page, position % self.block] = self.row(request, position)
         request.computed = max(request.computed, end)
-        self.cache.register(request.table, request.keys, request.computed)
-        for block in range(request.computed // self.block):
-            known = self.row(request, (block + 1) * self.block - 1)
-            self.registered.setdefault(known, set()).add(request.table.pages[block])
+        self.register(request, rest)
+
+    def register(self, request: Request, rest: bool) -> None:
+        """What the cache is told of a request, and what is to be found from then on."""
+        self.cache.register(request.table, request.keys, request.computed, rest)
+        known = max(len(request.tokens) - self.lookahead, 0)
+        full = min(request.computed, known) // self.block
+        for block in range(full):
+            self.holds(request.table.pages[block], self.row(request, (block + 1) * self.block - 1))
+        end = min(request.computed + self.lookahead, len(request.tokens))
+        start, prefix = full * self.block, request.tokens[:end]
+        if rest and end - start > self.lookahead and self.known(request.salt, prefix) < end:
+            self.holds(request.table.pages[full], (request.salt, tuple(prefix)))
+
+    def holds(self, page: int, prefix: tuple) -> None:
+        """The page is registered for a prefix, and for none that is shorter."""
+        for other, holders in list(self.registered.items()):
+            if other != prefix and page in holders:
+                holders.remove(page)
+                if not holders:
+                    del self.registered[other]
+        self.registered.setdefault(prefix, set()).add(page)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=5))
@@ -131,11 +158,13 @@ class Requests(RuleBasedStateMachine):
         request.keys.extend(tokens)
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def end(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), rest=st.booleans())
+    def end(self, data: st.DataObject, rest: bool) -> None:
         """Finished, aborted or preempted, perhaps before its copy was issued."""
         request = self.draw_running(data)
         self.running.remove(request)
+        if rest and request.target is None:
+            self.register(request, rest)
         request.table.release()
 
     @rule(chance=st.integers(0, 5))
@@ -166,8 +195,8 @@ class Requests(RuleBasedStateMachine):
         assert self.allocator.num_used == len(held)
         assert self.allocator.kept == {page for holders in self.registered.values() for page in holders}
         for salt, tokens in self.registered:
-            parent = len(tokens) - self.block
-            assert parent == self.lookahead or (salt, tokens[:parent]) in self.registered
+            parent = (len(tokens) - self.lookahead - 1) // self.block * self.block
+            assert not parent or (salt, tokens[: parent + self.lookahead]) in self.registered
         stats = self.cache.stats
         assert (stats.queries, stats.hits, stats.evictions) == (self.queries, self.hits, self.evictions)
 

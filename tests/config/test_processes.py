@@ -25,6 +25,7 @@ def test_each_process_has_its_part_of_the_devices():
         ((2, 2, "a:1"), "process_id must be from 0 to 1, as num_processes is 2, but is 2"),
         ((1, 1), "process_id must be from 0 to 0"),
         ((2, -1, "a:1"), "process_id must be from 0 to 1"),
+        ((1, 0, "a:1"), "coordinator_address is for several processes"),
         ((2, 0), "num_processes 2 needs coordinator_address: host:port"),
     ],
 )

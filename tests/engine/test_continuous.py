@@ -63,11 +63,7 @@ def test_a_common_prefix_is_computed_once_and_counted_exactly(directory, devices
     outputs = generate(llm, prompts[:1]) + generate(llm, prompts[1:])
     assert [output.num_cached_tokens for output in outputs] == [0, 60, 60, 60, 60]
     again = generate(llm, prompts)
-    block = llm.engine.runner.layout.virtual_block
-    full = [(len(prompt) + GREEDY.max_tokens - 1) // block * block for prompt in prompts]
-    assert [output.num_cached_tokens for output in again] == [
-        min(len(prompt) - 1, kept) for prompt, kept in zip(prompts, full, strict=True)
-    ]
+    assert [output.num_cached_tokens for output in again] == [len(prompt) - 1 for prompt in prompts]
     assert tokens_of(again) == tokens_of(outputs)
     assert llm.engine.reset_prefix_cache()
     assert generate(llm, prompts[:1])[0].num_cached_tokens == 0
@@ -78,10 +74,7 @@ def test_a_common_prefix_is_computed_once_and_counted_exactly(directory, devices
     "dcp", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
 )
 def test_a_long_prefix_of_many_requests_at_once_is_computed_once(tmp_path, devices, dcp, monkeypatch):
-    """1,000 tokens, 32 requests: what all steps together computed is the prefix and what each has behind it.
-
-    With blocks of 32 tokens 992 of them: the block that is not full when the others come is not shared.
-    """
+    """1,000 tokens, 32 requests: what all steps together computed is the prefix and what each has behind it."""
     devices(dcp)
     llm = tiny_llm(
         write_tiny(tmp_path, max_position_embeddings=2048),
@@ -102,10 +95,28 @@ def test_a_long_prefix_of_many_requests_at_once_is_computed_once(tmp_path, devic
         return work
 
     monkeypatch.setattr(llm.engine.scheduler, "next", counted)
-    block = llm.engine.runner.layout.virtual_block
-    length = 1000 // block * block
-    prefix = random_prompts(length, seed=6)[0]
+    prefix = random_prompts(1000, seed=6)[0]
     tails = random_prompts(*range(2, 34), seed=7)
     outputs = generate(llm, [[*prefix, *tail] for tail in tails], changed(GREEDY, max_tokens=3))
-    assert sum(computed) == length + sum(map(len, tails))
-    assert [output.num_cached_tokens for output in outputs] == [0] + [length] * 31
+    assert sum(computed) == 1000 + sum(map(len, tails))
+    assert [output.num_cached_tokens for output in outputs] == [0] + [1000] * 31
+
+
+def test_a_block_that_never_filled_is_found_again(llm, plain):
+    """By the same prompt, by one that parts within it, and by one that goes on behind the output."""
+    first = random_prompts(3, seed=40)[0]
+    output = only(llm, first, max_tokens=1)
+    assert llm.engine.runner.layout.virtual_block == 4
+    prompts = [first, [*first[:2], 9, 9], [*first, *output.token_ids, 8]]
+    found = generate(llm, prompts)
+    assert [each.num_cached_tokens for each in found] == [2, 2, 3]
+    assert tokens_of(found) == [only(plain, prompt).token_ids for prompt in prompts]
+
+
+def test_a_copy_that_there_is_no_page_for_is_done_without(directory, plain):
+    """The cache has room for exactly one longest request, which would need its source's page as well."""
+    short = tiny_llm(directory, num_gpu_blocks_override=25)
+    (prompt,) = random_prompts(99, seed=41)
+    (first,), (again,) = generate(short, [prompt]), generate(short, [prompt])
+    assert (first.num_cached_tokens, again.num_cached_tokens) == (0, 96)
+    assert tokens_of([first, again]) == [only(plain, prompt).token_ids] * 2

@@ -117,6 +117,16 @@ class TestForbidden:
             LogitRules(params, [], EOS, bad_words)
         assert raised.value.field == field
 
+    def test_a_vocabulary_without_a_token_left_is_refused(self):
+        stops = SamplingParams(stop_token_ids=[0, 1, 2], min_tokens=1)
+        with pytest.raises(ParameterError, match="the vocabulary has no other token") as raised:
+            LogitRules(stops, [], [3], vocab_size=4)
+        assert raised.value.field == "min_tokens"
+        LogitRules(stops, [], [3], vocab_size=5)
+        words = [(token,) for token in range(4)]
+        with pytest.raises(ParameterError, match="bad_words forbid every token of the vocabulary"):
+            LogitRules(SamplingParams(bad_words=list("abcd")), [], [3], words, vocab_size=4)
+
     @pytest.mark.parametrize("temperature", [0.0, 1.0])
     def test_a_row_that_comes_to_have_no_token_left_is_unhealthy_and_the_others_are_not(self, temperature):
         params = SamplingParams(temperature=temperature, allowed_token_ids=[4], bad_words=["a"], top_p=0.9)

@@ -196,11 +196,21 @@ class TestReproducibility:
         expected = draw(self.LOGITS, SamplingParams(), steps=range(3, 11)).token
         np.testing.assert_array_equal(there.token, expected)
 
+    def test_all_64_bits_of_a_seed_count(self):
+        logits, same = np.zeros((4, VOCABULARY)), [7, 7 + 2**32, 7 - 2**63, 7 + 2**64]
+        drawn = [draw(logits, SamplingParams(), seeds=same, steps=[step] * 4).token for step in range(8)]
+        of_seed = [tuple(tokens) for tokens in np.array(drawn).T]
+        assert of_seed[0] == of_seed[3] and len(set(of_seed)) == 3
+
     def test_padded_rows_are_greedy(self):
         params = row_params([(SamplingParams(temperature=0.5, top_k=-1, top_p=0.9, min_p=0.1), -1, 4)], 3)
         assert params.temperature.tolist() == [0.5, 0.0, 0.0]
         assert params.top_k.tolist() == [0, 0, 0]
-        assert params.seed.tolist() == [2**32 - 1, 0, 0] and params.step.tolist() == [4, 0, 0]
+        assert params.seed.tolist() == [[2**32 - 1, 2**32 - 1], [0, 0], [0, 0]] and params.step.tolist() == [
+            4,
+            0,
+            0,
+        ]
 
     def test_a_vanishing_temperature_is_greedy(self):
         assert row_params([(SamplingParams(temperature=1e-9), 0, 0)], 1).temperature.tolist() == [0.0]

@@ -197,7 +197,7 @@ def test_a_sweep_prints_and_saves_a_row_for_each_concurrency(stub, tmp_path, cap
     said = capsys.readouterr()
     assert said.out.count("Serving Benchmark Result") == 2
     assert said.out.endswith(f"wrote {tmp_path}/serving.json, {tmp_path}/serving.md\n")
-    assert "no plot: import of matplotlib" in said.err and "the extra [bench] installs it" in said.err
+    assert "no plot: import of matplotlib" in said.err and "the extra [plot] installs it" in said.err
     saved = json.loads((tmp_path / "serving.json").read_text())
     assert [row["max_concurrency"] for row in saved["results"]] == [1, 3]
     for row in saved["results"]:
