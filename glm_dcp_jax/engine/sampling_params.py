@@ -203,6 +203,10 @@ def _strings(field: str, strings: object) -> tuple[str, ...]:
     for string in strings or ():
         if not isinstance(string, str) or not string:
             raise ParameterError(field, f"{field} must be non-empty strings, but holds {string!r}")
+        if any("\ud800" <= character <= "\udfff" for character in string):
+            raise ParameterError(
+                field, f"{field} must be Unicode text, but holds {string!r}: half a character"
+            )
     return tuple(strings or ())
 
 

@@ -72,6 +72,8 @@ def test_defaults_are_vllms():
         ("prompt_logprobs", True, "integer"),
         ("stop", "", "non-empty"),
         ("stop", ["a", ""], "non-empty"),
+        ("stop", "a\ud83d", "must be Unicode text"),
+        ("bad_words", ["\udc00"], "must be Unicode text"),
         ("stop", 5, "a string or a list of strings"),
         ("stop_token_ids", [-1], "from 0"),
         ("stop_token_ids", 7, "a list of token ids"),
