@@ -25,6 +25,7 @@ import math
 import os
 import platform
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -166,6 +167,20 @@ def about(given: argparse.Namespace, model: str) -> dict[str, Any]:
     }
 
 
+@contextlib.contextmanager
+def interrupts_at_once() -> Iterator[None]:
+    """asyncio's own answer to SIGINT, to cancel the main task, gets lost where a library guards its cleaning up."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def serving(given: argparse.Namespace, results: Results | None) -> None:
     """Both forms with a server."""
     from lib.own_server import ServerFailed
@@ -173,7 +188,8 @@ def serving(given: argparse.Namespace, results: Results | None) -> None:
     try:
         with server_url(given) as (url, require_alive):
             try:
-                rows = asyncio.run(sweep(given, url, results))
+                with interrupts_at_once():
+                    rows = asyncio.run(sweep(given, url, results))
             except BenchError:
                 require_alive()  # a server that died says why
                 raise

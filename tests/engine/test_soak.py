@@ -26,13 +26,15 @@ def alone(drafting):
 
 
 def test_any_order_of_events(drafting, alone, reference):
-    loaded = tiny_llm(drafting, **SMALL, **DRAFTS)
+    loaded = tiny_llm(drafting, **SMALL | {"num_gpu_blocks_override": 26}, **DRAFTS)
     ended: list[int] = []
 
     class Events(RuleBasedStateMachine):
         @initialize(seed=integers(0, 10**6))
         def begin(self, seed):
             self.soak = Soak(loaded, alone, reference, seed)
+            for _ in range(8):
+                self.soak.arrive()
 
         @rule(count=integers(1, 3))
         def arrive(self, count):
@@ -75,7 +77,7 @@ def test_any_order_of_events(drafting, alone, reference):
             suppress_health_check=list(HealthCheck),
         ),
     )
-    assert sum(ended) > 50, f"outputs compared: {ended}"
+    assert sum(ended) > 30, f"outputs compared: {ended}"
     assert loaded.engine.stats().preemptions > 0
 
 

@@ -34,8 +34,12 @@ FACTORS = {
     "segments": (1, 2),
     "inside": (0, 1, 2),
 }
-QUICK_FACTORS = FACTORS | {"mesh": ((1, 1), (4, 2), (4, 4), (8, 4))}
-"""What the default run covers all pairs of; the other meshes occur in the slow run, and in tests beside this one."""
+QUICK_FACTORS = FACTORS | {
+    "mesh": ((1, 1), (4, 4), (8, 4)),
+    "chunk": (5, 64, WHOLE),
+    "block_size": (4, 64),
+}
+"""What the default run covers all pairs of; other values occur in the slow run, and in tests beside this one."""
 INSIDE_EVERY = len(FACTORS["inside"])
 """A case of the default run looks inside every third prompt, from one of these on; it generates from all."""
 LAYOUT = ("model", "mesh", "interleave", "block_size", "chunk")

@@ -91,7 +91,15 @@ def test_chat_and_its_stream_are_the_same(client, model):
     chunks = list(client.chat.completions.create(model=model, messages=messages, **options, **GREEDY))
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == whole.choices[0].message.content
-    assert chunks[-1].usage == whole.usage and whole.usage.completion_tokens > 0
+    of_stream, usage = chunks[-1].usage, whole.usage
+    assert (of_stream.prompt_tokens, of_stream.completion_tokens) == (
+        usage.prompt_tokens,
+        usage.completion_tokens,
+    )
+    assert usage.completion_tokens > 0
+    assert (
+        of_stream.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
+    )  # what the first request computed
 
 
 def test_tokens_in_are_tokens_out_and_text_goes_through_tokenize(server, client, model):
@@ -155,7 +163,7 @@ def test_an_echoed_text_has_the_logprobs_it_was_sampled_with(client, model):
 
 
 def test_a_prompt_is_computed_once_until_the_prefix_cache_is_reset(server, client, model):
-    def cached(salt: str) -> int:  # one block of 4 ranks x 64 tokens is full
+    def cached(salt: str) -> int:  # a full block of 4 ranks x 64 tokens, and a part of the next
         made = client.completions.create(
             model=model, prompt=list(range(100, 400)), max_tokens=1, extra_body={"cache_salt": salt}
         )
@@ -165,7 +173,7 @@ def test_a_prompt_is_computed_once_until_the_prefix_cache_is_reset(server, clien
         return httpx.post(f"{server.url}/reset_prefix_cache", headers={"Authorization": "Bearer secret"})
 
     before = metrics(server)
-    assert [cached(salt) for salt in ("a", "b", "a")] == [0, 0, 256]
+    assert [cached(salt) for salt in ("a", "b", "a")] == [0, 0, 299]
     assert httpx.post(f"{server.url}/reset_prefix_cache").status_code == 401
     assert (reset().status_code, reset().json()) == (200, {"success": True})
     assert cached("a") == 0
@@ -173,7 +181,7 @@ def test_a_prompt_is_computed_once_until_the_prefix_cache_is_reset(server, clien
     assert (
         after["glm_dcp:prefix_cache_hits_total"] - before["glm_dcp:prefix_cache_hits_total"]
         == after["glm_dcp:prompt_tokens_cached_total"] - before["glm_dcp:prompt_tokens_cached_total"]
-        == 256
+        == 299
     )
 
 
