@@ -9,7 +9,6 @@ the same ids, and no page table is ever sent.
 Not thread-safe: the scheduler's thread owns it.
 """
 
-from array import array
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 
@@ -213,22 +212,16 @@ class PageAllocator:
 class PageTable:
     """One request's pages in the order of its tokens: entry i holds the i-th virtual block of positions.
 
-    pages: page ids, for anyone to read; only the methods change them. row: the same as an array of int32, which numpy
-    copies as a whole. source_page: what the first page behind a shared front is to be copied from; held too, until
-    `drop_source_page`.
+    pages: page ids, for anyone to read; only the methods change them. capacity: tokens that they have room for.
+    source_page: what the first page behind a shared front is to be copied from; held too, until `drop_source_page`.
     """
 
     def __init__(self, allocator: PageAllocator, layout: Layout) -> None:
         self._allocator = allocator
         self._layout = layout
         self.pages: list[int] = []
-        self.row = array("i")
+        self.capacity = 0
         self.source_page: int | None = None
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that the pages have room for."""
-        return len(self.pages) * self._layout.virtual_block
 
     def begin(self, pages: Sequence[int], source_page: int | None = None) -> None:
         """Fills the empty table with a front that others computed, one more reference to each page.
@@ -242,7 +235,8 @@ class PageTable:
                 "a page table begins with shared pages only while it is empty; release it first"
             )
         self._allocator.share([*pages, *([] if source_page is None else [source_page])])
-        self.pages, self.row, self.source_page = list(pages), array("i", pages), source_page
+        self.pages, self.source_page = list(pages), source_page
+        self.capacity = len(self.pages) * self._layout.virtual_block
 
     def drop_source_page(self) -> None:
         """Gives back the source of a copy, once the copy is on its way to the device; nothing happens if there is none.
@@ -262,7 +256,7 @@ class PageTable:
             return []
         taken = self._allocator.allocate(self._layout.pages_for(length) - len(self.pages))
         self.pages.extend(taken)
-        self.row.extend(taken)
+        self.capacity = len(self.pages) * self._layout.virtual_block
         return taken
 
     def release(self) -> None:
@@ -274,4 +268,4 @@ class PageTable:
         """
         self.drop_source_page()
         self._allocator.free(self.pages[::-1])
-        self.pages, self.row = [], array("i")
+        self.pages, self.capacity = [], 0

@@ -9,9 +9,10 @@ from glm_dcp_jax.engine.buckets import Buckets
 from glm_dcp_jax.engine.logit_rules import Adjustments, adjustments
 from glm_dcp_jax.engine.prompt_scores import ScoredRows
 from glm_dcp_jax.engine.rounds import DecodeLines, SampledLines
-from glm_dcp_jax.engine.sampling import IDLE_ROW, RowParams, row_params
+from glm_dcp_jax.engine.sampling import RowParams
 from glm_dcp_jax.engine.scheduler import Chunk, Work
 from glm_dcp_jax.engine.sequence import Sequence
+from glm_dcp_jax.engine.slot_columns import SlotColumns
 from glm_dcp_jax.engine.steps import BlockShape, StepShape
 from glm_dcp_jax.parallel.batch import Block
 
@@ -59,7 +60,7 @@ class Batch(NamedTuple):
 
 def shape_of(work: Work, buckets: Buckets) -> StepShape:
     """The step that holds the work."""
-    reach = [line.reach for line in work.decodes]
+    reach = work.reaches
     counts, ends = [chunk.count for chunk in work.chunks], [chunk.end for chunk in work.chunks]
     if not work.chunks:
         return buckets.decode(len(reach), max(reach))
@@ -68,40 +69,49 @@ def shape_of(work: Work, buckets: Buckets) -> StepShape:
     return buckets.mixed(len(reach), max(reach), len(counts), max(counts), max(ends))
 
 
-def make_batch(
-    work: Work, shape: StepShape, idle_slot: int, vocab_size: int, page_tokens: int | None = None
-) -> Batch:
-    """The arrays of a step. idle_slot: what padding, and chunks that sample nothing, write to.
+class BatchMaker:
+    """Makes the arrays of steps. One for a device's slots: it keeps what it wrote of the sequences that hold them."""
 
-    page_tokens: of a page over all ranks, where drafts follow the step.
-    """
-    by_kind = {block.kind: block for block in shape.blocks}
-    decode, prefill = by_kind.get("decode", _NO_DECODES), by_kind.get("prefill", _NO_CHUNKS)
-    decoding = _padded([line.sequence for line in work.decodes], decode)
-    ending = _padded([chunk.sequence if chunk.is_last else None for chunk in work.chunks], prefill)
-    lines = [*decoding, *ending]
-    sampling = [line for line in lines if line is not None]
-    return Batch(
-        shape,
-        _decode_lines(work, decode, idle_slot),
-        _page_table(decode, [line.sequence.pages for line in work.decodes]),
-        make_block(prefill, [_line(chunk) for chunk in work.chunks]) if prefill.requests else None,
-        _logit_rows(work.chunks, decode, prefill),
-        SampledLines(
-            np.array([idle_slot if line is None else line.slot for line in lines], np.int32),
-            np.array([0 if line is None else line.prompt_length for line in lines], np.int32),
-            _of_chunks([chunk.end for chunk in work.chunks], prefill),
-            _of_chunks([_following(chunk) for chunk in work.chunks], prefill),
-        ),
-        row_params([IDLE_ROW if line is None else (line.params, line.seed, 0) for line in lines], len(lines)),
-        _adjustments(decoding, ending, decode.rows, vocab_size),
-        any(not line.params.greedy for line in sampling),
-        any(line.params.filtered for line in sampling),
-        any(line.params.logprobs is not None for line in sampling),
-        bool(sampling),
-        None if page_tokens is None else _draft_lines(lines, shape, page_tokens),
-        _scored_rows(work.chunks, decode, prefill),
-    )
+    def __init__(self, columns: SlotColumns, vocab_size: int, page_tokens: int | None = None) -> None:
+        """columns: empty, with a row for each slot; what is nobody's, padding writes to the last one.
+
+        page_tokens: of a page over all ranks, where drafts follow the steps.
+        """
+        self._columns, self._vocab_size, self._page_tokens = columns, vocab_size, page_tokens
+
+    def make(self, work: Work, shape: StepShape) -> Batch:
+        """The arrays of a step of this shape. Chunks that sample nothing write to the idle slot, as padding does."""
+        columns, idle = self._columns, self._columns.idle
+        columns.note(work.sequences)
+        by_kind = {block.kind: block for block in shape.blocks}
+        decode, prefill = by_kind.get("decode", _NO_DECODES), by_kind.get("prefill", _NO_CHUNKS)
+        decoding = np.full(decode.requests, idle, np.int32)
+        decoding[: len(work.decodes)] = [sequence.slot for sequence in work.decodes]
+        ending = np.full(prefill.requests, idle, np.int32)
+        ending[: len(work.chunks)] = [chunk.sequence.slot if chunk.is_last else idle for chunk in work.chunks]
+        lines = np.concatenate([decoding, ending])
+        adjusting = bool(columns.has_rules[lines].any())
+        return Batch(
+            shape,
+            _decode_lines(work.decodes, decoding, columns),
+            columns.shown_pages(decoding, decode.pages),
+            make_block(prefill, [_line(chunk) for chunk in work.chunks]) if prefill.requests else None,
+            _logit_rows(work.chunks, decode, prefill),
+            SampledLines(
+                lines,
+                columns.prompt_length[lines],
+                _of_chunks([chunk.end for chunk in work.chunks], prefill),
+                _of_chunks([_following(chunk) for chunk in work.chunks], prefill),
+            ),
+            columns.params_of(lines),
+            _adjustments(work, decode, prefill, self._vocab_size) if adjusting else None,
+            bool(columns.is_random[lines].any()),
+            bool(columns.is_filtered[lines].any()),
+            bool(columns.wants_logprobs[lines].any()),
+            bool((lines != idle).any()),
+            None if self._page_tokens is None else _draft_lines(lines, shape, columns, self._page_tokens),
+            _scored_rows(work.chunks, decode, prefill),
+        )
 
 
 def make_block(shape: BlockShape, lines: Ids[Line]) -> Block:
@@ -115,24 +125,21 @@ def make_block(shape: BlockShape, lines: Ids[Line]) -> Block:
     return Block(tokens, positions, _page_table(shape, [line.pages for line in lines]))
 
 
-def _decode_lines(work: Work, shape: BlockShape, idle_slot: int) -> DecodeLines:
-    column = lambda fill: np.full(shape.requests, fill, np.int32)  # noqa: E731
-    slot, token, position, limit = column(idle_slot), column(0), column(-1), column(0)
-    for at, (sequence, _) in enumerate(work.decodes):
-        slot[at], limit[at] = sequence.slot, sequence.limit - 1  # nothing follows the last token
+def _decode_lines(decodes: Ids[Sequence], slots: np.ndarray, columns: SlotColumns) -> DecodeLines:
+    token, position = np.zeros(len(slots), np.int32), np.full(len(slots), -1, np.int32)
+    for at, sequence in enumerate(decodes):
         if not sequence.fed:
             token[at], position[at] = sequence.tokens[-1], len(sequence.tokens) - 1
-    return DecodeLines(slot, token, position, limit)
+    limit = np.maximum(columns.limit[slots] - 1, 0)  # nothing follows the last token
+    return DecodeLines(slots, token, position, limit)
 
 
-def _draft_lines(lines: Ids[Sequence | None], shape: StepShape, page_tokens: int) -> DraftLines:
+def _draft_lines(slots: np.ndarray, shape: StepShape, columns: SlotColumns, page_tokens: int) -> DraftLines:
     """A draft at position p guesses token p + 2, and a sequence's last token needs no guess: no row verifies it."""
-    block = BlockShape("decode", len(lines), 1, max(block.pages for block in shape.blocks))
-    limits = np.full(len(lines), -1, np.int32)
-    for at, line in enumerate(lines):
-        if line is not None:
-            limits[at] = min(line.limit - 4, min(len(line.pages), block.pages) * page_tokens - 1)
-    return DraftLines(_page_table(block, [[] if line is None else line.pages for line in lines]), limits)
+    width = max(block.pages for block in shape.blocks)
+    room = np.minimum(columns.page_counts[slots], width) * page_tokens
+    limits = np.where(slots == columns.idle, -1, np.minimum(columns.limit[slots] - 4, room - 1))
+    return DraftLines(columns.shown_pages(slots, width), limits.astype(np.int32))
 
 
 def _following(chunk: Chunk) -> int:
@@ -175,20 +182,14 @@ def _page_table(shape: BlockShape, tables: Ids[Ids[int]]) -> np.ndarray:
     return table
 
 
-def _padded(lines: Ids[Sequence | None], shape: BlockShape) -> list[Sequence | None]:
-    return [*lines, *[None] * (shape.requests - len(lines))]
-
-
-def _adjustments(
-    decodes: list[Sequence | None], chunks: list[Sequence | None], each: int, vocab_size: int
-) -> Adjustments | None:
+def _adjustments(work: Work, decode: BlockShape, prefill: BlockShape, vocab_size: int) -> Adjustments | None:
     """For asked rows: row j of a sequence that decodes comes behind its first j drafts."""
-    rules: list[tuple | None] = [
-        None if sequence is None or sequence.rules is None else (sequence.rules, sequence.drafts[:row])
-        for sequence in decodes
-        for row in range(each)
-    ]
-    rules += [
-        None if sequence is None or sequence.rules is None else (sequence.rules, ()) for sequence in chunks
-    ]
+    rules: list[tuple | None] = [None] * (decode.total_rows + prefill.requests)
+    for at, sequence in enumerate(work.decodes):
+        if sequence.rules is not None:
+            for row in range(decode.rows):
+                rules[at * decode.rows + row] = (sequence.rules, sequence.drafts[:row])
+    for at, chunk in enumerate(work.chunks, decode.total_rows):
+        if chunk.is_last and chunk.sequence.rules is not None:
+            rules[at] = (chunk.sequence.rules, ())
     return adjustments(rules, len(rules), vocab_size)

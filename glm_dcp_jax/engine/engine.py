@@ -12,7 +12,7 @@ from glm_dcp_jax.cache.capacity import capacity_lines
 from glm_dcp_jax.cache.prefix_cache import PrefixCache, PrefixCacheStats
 from glm_dcp_jax.config import ConfigError, EngineConfig, ModelConfig, SamplingDefaults, sampling_defaults
 from glm_dcp_jax.config.flags import option_of
-from glm_dcp_jax.engine.batch import make_batch, shape_of
+from glm_dcp_jax.engine.batch import BatchMaker, shape_of
 from glm_dcp_jax.engine.detokenizer import Detokenizer
 from glm_dcp_jax.engine.draft_stats import DraftStats
 from glm_dcp_jax.engine.exchange_stats import ExchangeTotals
@@ -24,6 +24,7 @@ from glm_dcp_jax.engine.sampling import Scores
 from glm_dcp_jax.engine.sampling_params import SamplingParams, check_vocabulary
 from glm_dcp_jax.engine.scheduler import Scheduler, Work
 from glm_dcp_jax.engine.sequence import Progress, Request, Sequence
+from glm_dcp_jax.engine.slot_columns import SlotColumns
 from glm_dcp_jax.engine.tokenizer import Tokenizer
 from glm_dcp_jax.engine.waiting import check_priority, require_room
 from glm_dcp_jax.model.locate import locate_model
@@ -83,6 +84,9 @@ class Engine:
             enabled=config.cache.enable_prefix_caching,
         )
         self.scheduler = Scheduler(config.scheduler, runner.buckets, runner.layout, allocator, prefixes)
+        columns = SlotColumns(runner.idle_slot, runner.layout.pages_for(runner.max_model_len))
+        page_tokens = runner.layout.virtual_block if self.scheduler.rows > 1 else None
+        self._batches = BatchMaker(columns, model.vocab_size, page_tokens)
         self._flights: deque[tuple[Work, Flight, list[int]]] = deque()
         self._ahead = 1 if config.scheduler.async_scheduling else 0
         self._arrivals = itertools.count()
@@ -258,15 +262,10 @@ class Engine:
 
     def _launch(self, work: Work) -> None:
         shape = shape_of(work, self.runner.buckets)
-        page_tokens = self.runner.layout.virtual_block if self.scheduler.rows > 1 else None
-        batch = make_batch(work, shape, self.runner.idle_slot, self.model_config.vocab_size, page_tokens)
-        flight = self.runner.launch(batch, work.copies)
-        drawing = [line.sequence for line in work.decodes]
-        drawing += [chunk.sequence for chunk in work.chunks if chunk.is_last]
-        for sequence in drawing:
+        flight = self.runner.launch(self._batches.make(work, shape), work.copies)
+        for sequence in work.drawing:
             sequence.fed = True
-        parts = [line.sequence for line in work.decodes] + [chunk.sequence for chunk in work.chunks]
-        self._flights.append((work, flight, [sequence.preemptions for sequence in parts]))
+        self._flights.append((work, flight, [sequence.preemptions for sequence in work.sequences]))
 
     def _land(self, changed: dict[Request, None]) -> None:
         """Wait for the oldest step under way, and give its sequences what it brought them."""
@@ -294,7 +293,8 @@ class Engine:
         if kept:
             sequence.computed += landing.decoded
         sequence.drafts = landing.drafts
-        self._drafts.count(landing.verified, landing.decoded - 1)
+        if landing.verified:
+            self._drafts.count(landing.verified, landing.decoded - 1)
         for row, token in enumerate(landing.drawn, landing.first_row):
             if scores is not None and sequence.params.logprobs is not None:
                 sequence.logprobs.append(self._entries(scores, row, token, sequence.params.logprobs))

@@ -1,6 +1,8 @@
 """What a step brought, sequence by sequence, once the host has read it."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +22,8 @@ class Token(NamedTuple):
     row: int
 
 
-class Landing(NamedTuple):
+@dataclass(slots=True)
+class Landing:
     """A sequence's part of a step. decoded: rows of it that are in the cache now and were not counted when it began.
 
     end: tokens that the cache then holds, of a chunk; None where they follow from the tokens. drawn: its new tokens.
@@ -70,7 +73,7 @@ def _with_scored(work: Work, landings: Iterable[Landing]) -> Iterator[Landing]:
     row = 0
     for chunk, landing in zip(work.chunks, landings, strict=True):
         tokens = chunk.scored_tokens
-        yield landing._replace(scored=tuple(map(Token, tokens, range(row, row + len(tokens)))))
+        yield replace(landing, scored=tuple(map(Token, tokens, range(row, row + len(tokens)))))
         row += len(tokens)
 
 
@@ -87,7 +90,7 @@ def _with_drafts(
     lines = [*range(len(work.decodes)), *range(first_chunk, first_chunk + len(work.chunks))]
     for line, landing in zip(lines, landings, strict=True):
         guesses = tuple(token for token in drafts[line].tolist() if token >= 0)
-        yield landing._replace(drafts=guesses) if _asks_for_drafts(landing) else landing
+        yield replace(landing, drafts=guesses) if _asks_for_drafts(landing) else landing
 
 
 def _decodes(work: Work, round: Any, finite: np.ndarray) -> Iterator[Landing]:
@@ -95,17 +98,21 @@ def _decodes(work: Work, round: Any, finite: np.ndarray) -> Iterator[Landing]:
     each = round.decoded.shape[1]
     healthy = (finite & round.healthy[: len(finite)]).reshape(-1, each)
     is_rejected = np.arange(each) >= round.accepted[:, None]
-    lines = zip(
-        work.decodes,
+    accepted = round.accepted.tolist()
+    drawn = round.decoded.tolist()
+    if each > 1:
+        drawn = [tokens[:count] for tokens, count in zip(drawn, accepted, strict=True)]
+    return map(
+        Landing,
+        work.decodes,  # the shortest: behind the sequences there is padding
+        accepted,
+        repeat(None),
+        drawn,
         range(0, len(finite), each),
-        round.decoded.tolist(),
-        round.accepted.tolist(),
+        repeat(True),
         (healthy | is_rejected).all(axis=1).tolist(),
         round.drafts.tolist(),
-        strict=False,  # behind the sequences there is padding
     )
-    for (sequence, _), first, tokens, count, is_healthy, drafts in lines:
-        yield Landing(sequence, count, None, tokens[:count], first, True, is_healthy, drafts)
 
 
 def _chunks(work: Work, flight: Flight, round: Any, finite: np.ndarray, first_row: int) -> Iterator[Landing]:

@@ -19,7 +19,7 @@ from glm_dcp_jax import environment
 from glm_dcp_jax.cache.capacity import resolve_max_model_len
 from glm_dcp_jax.cache.pools import Pools, make_pools
 from glm_dcp_jax.config import EngineConfig, ModelConfig
-from glm_dcp_jax.engine.batch import Batch, Line, make_batch, make_block
+from glm_dcp_jax.engine.batch import Batch, BatchMaker, Line, make_block
 from glm_dcp_jax.engine.blueprint import Blueprint
 from glm_dcp_jax.engine.buckets import Buckets
 from glm_dcp_jax.engine.compiles import CompileCounter
@@ -32,6 +32,7 @@ from glm_dcp_jax.engine.prompt_scores import PromptScorer
 from glm_dcp_jax.engine.rounds import DecodeRows, Round, Slots, decode_rows, draw, note_drafts
 from glm_dcp_jax.engine.sampling import Scores, adjust, score
 from glm_dcp_jax.engine.scheduler import Work
+from glm_dcp_jax.engine.slot_columns import SlotColumns
 from glm_dcp_jax.engine.steps import BlockShape, Kind, StepOutput, StepShape, leaves_of
 from glm_dcp_jax.engine.warm_up import Compilation, compile_all
 from glm_dcp_jax.model.load import load_parameters
@@ -284,7 +285,7 @@ class Runner:
         logits = jax.device_put(np.zeros((shape.logits, self._vocab_size), np.float32), replicated)
         for size in adjustment_sizes(self._vocab_size):
             adjust(logits, no_adjustments(shape.logits, size, self._vocab_size))
-        batch = make_batch(Work(), shape, self.idle_slot, self._vocab_size)
+        batch = BatchMaker(SlotColumns(self._max_num_seqs, 0), self._vocab_size).make(Work(), shape)
         rows = decode_rows(self._slots, batch.decodes)
         for random, filtered in ((False, False), (True, False), (True, True)):
             found = self._draw(logits, batch, rows, random, filtered)

@@ -52,14 +52,6 @@ class Chunk:
         return sequence.tokens[self.start + self.first_scored + 1 : min(self.end + 1, sequence.prompt_length)]
 
 
-class Decode(NamedTuple):
-    """A sequence that decodes. reach: tokens that it may come to have in the cache: all drafts may be accepted, and
-    further ones are made behind them."""
-
-    sequence: Sequence
-    reach: int
-
-
 class PageCopy(NamedTuple):
     """What page `source` holds goes to page `target` before the step."""
 
@@ -69,12 +61,27 @@ class PageCopy(NamedTuple):
 
 @dataclass
 class Work:
-    """One step: pages to copy first, sequences that decode, chunks of prompts. copied_for: whom the copies are for."""
+    """One step: pages to copy first, sequences that decode, chunks of prompts. copied_for: whom the copies are for.
+
+    reaches: tokens that each of those that decode may come to have in the cache: all drafts may be accepted, and
+    further ones are made behind them.
+    """
 
     copies: list[PageCopy] = field(default_factory=list)
     copied_for: list[Sequence] = field(default_factory=list)
-    decodes: list[Decode] = field(default_factory=list)
+    decodes: list[Sequence] = field(default_factory=list)
+    reaches: list[int] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """All that take part, those that decode first; each once."""
+        return [*self.decodes, *[chunk.sequence for chunk in self.chunks]]
+
+    @property
+    def drawing(self) -> list[Sequence]:
+        """Those that get a token, or several."""
+        return [*self.decodes, *[chunk.sequence for chunk in self.chunks if chunk.is_last]]
 
     @property
     def is_empty(self) -> bool:
@@ -95,10 +102,12 @@ class Scheduler:
     ) -> None:
         self.allocator, self.prefixes = allocator, prefixes
         self._config, self._buckets, self._layout = config, buckets, layout
+        self._virtual_block = layout.virtual_block
         self.rows = buckets.rows_each
         rank = rank_of(config.scheduling_policy)
         self.waiting, self.running = Line(rank), Line(rank)
         self._free_slots = list(range(config.max_num_seqs))
+        self._further_drafts = max(self.rows - 2, 0)
         self._spare_pages = round(config.watermark * (allocator.num_pages - 1))
         self._promised: dict[bytes, Sequence] = {}
         self.preemptions = 0
@@ -138,12 +147,12 @@ class Scheduler:
         keys, table = sequence.keys, sequence.table
         if keys is None or table is None:
             return
-        keys.extend(sequence.tokens[len(keys.tokens) :])
         ends_prompt = sequence.settled < sequence.prompt_length <= computed
         sequence.settled = computed
-        blocks = computed // self._layout.virtual_block
+        blocks = computed // self._virtual_block
         if blocks == sequence.advanced and not ends_prompt:
             return
+        sequence.extend_keys()
         self.prefixes.register(table, keys, computed, rest=ends_prompt)
         sequence.advanced = min(blocks, len(keys))
         self._keep_promises(sequence, sequence.advanced)
@@ -159,31 +168,29 @@ class Scheduler:
     def _decode(self, work: Work, budget: int) -> bool:
         """Choose those that decode, and see to their pages. Returns whether a sequence lost its pages for it."""
         before = self.preemptions
+        most = budget // self.rows
         for sequence in list(self.running):
-            if sequence.table is None or sequence.prefilling or self._ends_under_way(sequence):
+            table, length = sequence.table, len(sequence.tokens)
+            prefilling = length - sequence.computed > 1
+            ends_under_way = length + sequence.in_flight >= sequence.limit
+            if table is None or prefilling or ends_under_way:
                 continue
-            if (len(work.decodes) + 1) * self.rows > budget:
+            if len(work.decodes) == most:
                 break
-            reach = self._reach(sequence)
-            if self._grow(sequence, reach):
+            under_way = (sequence.in_flight + 1) * self.rows - 1
+            reach = self._with_drafts(sequence, length + under_way)
+            if reach <= table.capacity or self._grow(sequence, reach):
                 self._add_decode(work, sequence, reach)
         return self.preemptions > before
 
-    def _ends_under_way(self, sequence: Sequence) -> bool:
-        """Whether the steps under way bring its last token for sure."""
-        return len(sequence.tokens) + sequence.in_flight >= sequence.limit
-
     def _add_decode(self, work: Work, sequence: Sequence, reach: int) -> None:
-        work.decodes.append(Decode(sequence, reach))
+        work.decodes.append(sequence)
+        work.reaches.append(reach)
         sequence.in_flight += 1
-
-    def _reach(self, sequence: Sequence) -> int:
-        under_way = (sequence.in_flight + 1) * self.rows - 1
-        return self._with_drafts(sequence, len(sequence.tokens) + under_way)
 
     def _with_drafts(self, sequence: Sequence, length: int) -> int:
         """Tokens to have pages for where `length` are computed: all drafts behind the first may have records too."""
-        return min(length + max(self.rows - 2, 0), sequence.limit - 1)
+        return min(length + self._further_drafts, sequence.limit - 1)
 
     def _grow(self, sequence: Sequence, length: int) -> bool:
         """Pages for `length` tokens, taken from the last in rank if need be; False if that is the sequence itself."""
@@ -208,6 +215,7 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         """Give back what it holds; what is final of it can be found again, unless the model went wrong on it."""
+        sequence.extend_keys()
         if sequence.table is not None:
             if sequence.keys is not None and sequence.finish_reason != "error":
                 self.prefixes.register(sequence.table, sequence.keys, sequence.settled, rest=True)
@@ -303,7 +311,7 @@ class Scheduler:
         """What the cache holds of a sequence that waits. Its last token is always computed: somebody must sample."""
         last = len(sequence.tokens) - 1
         if leader is not None:
-            whole, rest = divmod(last, self._layout.virtual_block)
+            whole, rest = divmod(last, self._virtual_block)
             source = leader.pages[whole] if rest else None
             return Match(0, last, tuple(leader.pages[:whole]), (), source, rest)
         if sequence.keys is None or (sequence.reports_prompt and sequence.scored < sequence.prompt_length):

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from operator import attrgetter
 
 from glm_dcp_jax.cache.allocator import PageTable
 from glm_dcp_jax.cache.prefix_cache import BlockKeys
@@ -18,7 +18,7 @@ class Sequence:
 
     tokens: prompt and output so far. limit: length at which it ends. seed: of its randomness. priority: lower runs
     first; arrival: then the earlier. leader: the sequence that computes the prompt they share. keys: of its full
-    blocks, for the prefix cache. rules: what sampling needs the host for.
+    blocks, for the prefix cache, which know its tokens as of `extend_keys`. rules: what sampling needs the host for.
 
     computed: tokens that the cache holds or that a step under way puts there. in_flight: steps under way that will
     bring it tokens. slot: its place in the device's state while it runs; fed: whether that place knows its last token.
@@ -67,7 +67,7 @@ class Sequence:
     @property
     def pages(self) -> Ids[int]:
         """Its pages, in the order of its tokens; none while it waits."""
-        return () if self.table is None else self.table.row
+        return () if self.table is None else self.table.pages
 
     @property
     def reports_prompt(self) -> bool:
@@ -79,13 +79,18 @@ class Sequence:
         """Whether more than the last token is still to be computed."""
         return len(self.tokens) - self.computed > 1
 
+    def extend_keys(self) -> None:
+        """Tell the keys of the tokens that came since they were told last."""
+        if self.keys is not None:
+            self.keys.extend(self.tokens[len(self.keys.tokens) :])
+
     def append(self, token: int, eos: frozenset[int]) -> None:
         """Take a sampled token; end the sequence on a stop token, a stop string, or its length."""
         self.tokens.append(token)
         params = self.params
         if self.rules is not None:
             self.rules.append(token)
-        is_stop = token in (params.stop_token_ids or ())
+        is_stop = params.stop_token_ids is not None and token in params.stop_token_ids
         if is_stop or (token in eos and not params.ignore_eos):
             self.finish_reason, self.stop_reason = "stop", token if is_stop else None
         if self.detokenizer is not None and (self.finish_reason is None or params.include_stop_str_in_output):
@@ -113,7 +118,8 @@ class Sequence:
         )
 
 
-class Extent(NamedTuple):
+@dataclass(slots=True)  # a frozen one would take three times as long to make, and there is one a token
+class Extent:
     """How far a sequence had come: ends of its lists, which only grow, and what else changes.
 
     tokens: prompt and output. pieces: of the text.
@@ -154,13 +160,17 @@ class Request:
 
     def progress(self) -> "Progress":
         """How far it has come."""
-        extents = tuple([sequence.extent() for sequence in self.sequences])
         first = self.sequences[0]
-        finished = None not in [extent.finish_reason for extent in extents]
+        extents = list(map(Sequence.extent, self.sequences))
+        finished = None not in map(_finish_reason, extents)
         return Progress(self, extents, finished, len(first.prompt_logprobs), first.cached_tokens)
 
 
-class Progress(NamedTuple):
+_finish_reason = attrgetter("finish_reason")
+
+
+@dataclass(slots=True)
+class Progress:
     """How far a request had come when a step was over. finished: whether all sequences had ended. prompt_logprobs: so
     many of them.
 
@@ -169,7 +179,7 @@ class Progress(NamedTuple):
     """
 
     request: Request
-    extents: tuple[Extent, ...]
+    extents: list[Extent]
     finished: bool
     prompt_logprobs: int
     cached_tokens: int

@@ -14,11 +14,12 @@ from glm_dcp_jax.cache.placement import Layout
 from glm_dcp_jax.cache.pools import Pools, make_pools, pool_shapes
 from glm_dcp_jax.cache.records import RecordFormat
 from glm_dcp_jax.config import ModelConfig, ParallelConfig
-from glm_dcp_jax.engine.batch import Line, make_batch, shape_of
+from glm_dcp_jax.engine.batch import BatchMaker, Line, shape_of
 from glm_dcp_jax.engine.runner import Runner
 from glm_dcp_jax.engine.sampling_params import SamplingParams
-from glm_dcp_jax.engine.scheduler import Decode, Work
+from glm_dcp_jax.engine.scheduler import Work
 from glm_dcp_jax.engine.sequence import Sequence
+from glm_dcp_jax.engine.slot_columns import SlotColumns
 from glm_dcp_jax.parallel.mesh import make_mesh
 
 sys.path.append(str(Path(__file__).parents[1] / "engine"))
@@ -110,9 +111,10 @@ def decode(runner: Runner, tokens: list[int], pages: tuple[int, ...]) -> None:
     """A decode step of one sequence, whose last token is not in the cache yet."""
     greedy = SamplingParams(temperature=0)
     sequence = Sequence(0, list(tokens), len(tokens), len(tokens) + 5, 0, greedy, slot=0)
-    sequence.table = SimpleNamespace(row=list(pages))
-    work = Work(decodes=[Decode(sequence, len(tokens))])
-    runner.launch(make_batch(work, shape_of(work, runner.buckets), runner.idle_slot, vocab_size=512))
+    sequence.table = SimpleNamespace(pages=list(pages))
+    work = Work(decodes=[sequence], reaches=[len(tokens)])
+    columns = SlotColumns(runner.idle_slot, len(pages))
+    runner.launch(BatchMaker(columns, vocab_size=512).make(work, shape_of(work, runner.buckets)))
 
 
 def written(pool: jax.Array) -> set[int]:

@@ -68,13 +68,10 @@ class FakeEngine:
         if not work.is_empty:
             self.works.append(work)
             self.compute(work)
-            parts = [line.sequence for line in work.decodes] + [chunk.sequence for chunk in work.chunks]
-            fed = {line.sequence for line in work.decodes if line.sequence.fed}
-            for sequence in [line.sequence for line in work.decodes] + [
-                chunk.sequence for chunk in work.chunks if chunk.is_last
-            ]:
+            fed = {sequence for sequence in work.decodes if sequence.fed}
+            for sequence in work.drawing:
                 sequence.fed = True
-            self.flights.append((work, {each: each.preemptions for each in parts}, fed))
+            self.flights.append((work, {each: each.preemptions for each in work.sequences}, fed))
         while len(self.flights) > (0 if work.is_empty else self.ahead):
             self.land()
         return work
@@ -92,7 +89,7 @@ class FakeEngine:
         for chunk in work.chunks:
             for position in range(chunk.start, chunk.end):
                 self.write(chunk.sequence, position, chunk.sequence.tokens[position])
-        for sequence, reach in work.decodes:
+        for sequence, reach in zip(work.decodes, work.reaches, strict=True):
             first = len(sequence.tokens) - 1
             for position in range(first, reach):
                 known = position < len(sequence.tokens)
@@ -106,7 +103,7 @@ class FakeEngine:
 
     def land(self) -> None:
         work, epochs, fed = self.flights.popleft()
-        for sequence, _ in work.decodes:  # one that the device knew nothing of had no drafts
+        for sequence in work.decodes:  # one that the device knew nothing of had no drafts
             count = 1 + self.random.randint(0, self.scheduler.rows - 1 if sequence in fed else 0)
             self.take(sequence, epochs[sequence], count, None)
         for chunk in work.chunks:
@@ -141,11 +138,11 @@ class FakeEngine:
         if work.is_empty:
             return
         assert shape_of(work, self.buckets) in self.known
-        parts = [line.sequence for line in work.decodes] + [chunk.sequence for chunk in work.chunks]
+        parts = work.sequences
         assert len(set(parts)) == len(parts) and set(parts) <= set(scheduler.running)
         tokens = scheduler.rows * len(work.decodes) + sum(chunk.count for chunk in work.chunks)
         assert tokens <= config.max_num_batched_tokens
-        for sequence, reach in work.decodes:
+        for sequence, reach in zip(work.decodes, work.reaches, strict=True):
             assert (
                 len(sequence.tokens)
                 <= reach
