@@ -5,10 +5,14 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from tiny import CONFIG, generate
 
 from glm_dcp_jax import LLM, SamplingParams
 from glm_dcp_jax.engine.outputs import RequestOutput
+from glm_dcp_jax.engine.sampling import row_params
 
 sys.path.append(str(Path(__file__).parents[1] / "oracle"))
 
@@ -131,7 +135,9 @@ class Soak:
                     ),
                     min(len(ours.token_ids), len(theirs.token_ids)),
                 )
-                assert self.is_close(asked, theirs.token_ids[:at]), (asked, ours.token_ids, theirs.token_ids)
+                drawn = [*ours.token_ids[at : at + 1], *theirs.token_ids[at : at + 1]]
+                close = self.is_close(asked, ours.index, theirs.token_ids[:at], drawn)
+                assert close, (asked, ours.token_ids, theirs.token_ids)
                 self.excused += 1
                 continue
             assert (ours.text, ours.finish_reason, ours.stop_reason) == (
@@ -147,13 +153,27 @@ class Soak:
         if found.prompt_logprobs is not None:
             assert len(found.prompt_logprobs) == len(asked.prompt)
 
-    def is_close(self, asked: Asked, before: list[int]) -> bool:
-        """Whether some decision up to the next token was so close that rounding may have made another one."""
+    def is_close(self, asked: Asked, index: int, before: list[int], drawn: list[int]) -> bool:
+        """Whether some decision up to the next token was so close that rounding may have made another one.
+
+        drawn: the next tokens, of an output under load and of the same one alone.
+        """
         forward = self.reference([*asked.prompt, *before])
         margins = [forward.index_margin.min(), forward.expert_margin.min()]
-        if asked.params.greedy and not asked.params.changes_logits:
-            margins.append(forward.logit_margin[-1])
+        if len(drawn) == 2 and not asked.params.changes_logits:
+            scores = self.scores(asked, index, before)
+            margins.append(abs(scores[drawn[0]] - scores[drawn[1]]))
         return min(margins) < MARGIN
+
+    def scores(self, asked: Asked, index: int, before: list[int]) -> np.ndarray:
+        """What the next token has the most of: a logit, or one over the temperature with the token's own noise."""
+        logits = np.asarray(self.alone.compute_logits([*asked.prompt, *before])[-1])
+        if asked.params.greedy:
+            return logits
+        (seed,) = row_params([(asked.params, asked.params.seed + 0x85EBCA77 * index, 0)], 1).seed
+        key = jax.random.wrap_key_data(jnp.asarray(seed), impl="threefry2x32")
+        noise = jax.random.gumbel(jax.random.fold_in(key, len(before)), logits.shape)
+        return logits / asked.params.temperature + np.asarray(noise)
 
     def summary(self) -> str:
         """For a report."""
