@@ -160,7 +160,8 @@ class Soak:
         """
         forward = self.reference([*asked.prompt, *before])
         margins = [forward.index_margin.min(), forward.expert_margin.min()]
-        if len(drawn) == 2 and not asked.params.changes_logits:
+        params = asked.params
+        if len(drawn) == 2 and not params.presence_penalty and len(before) >= params.min_tokens:
             scores = self.scores(asked, index, before)
             margins.append(abs(scores[drawn[0]] - scores[drawn[1]]))
         return min(margins) < MARGIN
