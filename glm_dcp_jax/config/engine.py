@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from glm_dcp_jax.config.errors import ConfigError
 from glm_dcp_jax.config.processes import ProcessConfig
 from glm_dcp_jax.config.speculative import SpeculativeConfig
+from glm_dcp_jax.config.transfer import TransferConfig
 
 COMM_BACKENDS = ("ag_rs", "a2a")
 PREFILL_PATHS = ("auto", "context", "queries")
@@ -192,7 +193,10 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything an engine is built from, besides the model's own config.json. speculative: None for no drafts."""
+    """Everything an engine is built from, besides the model's own config.json.
+
+    speculative: None for no drafts. transfer: None for an engine that hands no caches over.
+    """
 
     model: str
     parallel: ParallelConfig = ParallelConfig()
@@ -200,6 +204,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = SchedulerConfig()
     processes: ProcessConfig = ProcessConfig()
     speculative: SpeculativeConfig | None = None
+    transfer: TransferConfig | None = None
     tokenizer: str | None = None
     skip_tokenizer_init: bool = False
     dtype: str = "auto"
@@ -216,6 +221,11 @@ class EngineConfig:
             rows = 1 + self.speculative.num_speculative_tokens  # of one request that decodes
             at_least(
                 "max_num_batched_tokens", self.scheduler.max_num_batched_tokens, rows, MAX_BATCHED_TOKENS
+            )
+        if self.transfer is not None and self.processes.num_processes > 1:
+            raise ConfigError(
+                "kv_transfer_config needs an engine of one process, but num_processes is "
+                f"{self.processes.num_processes}; start one process for all GPUs of a machine"
             )
         one_of("dtype", self.dtype, DTYPES)
         one_of("kernels", self.kernels, KERNELS)

@@ -31,6 +31,7 @@ from glm_dcp_jax.config.errors import ConfigError
 from glm_dcp_jax.config.json_file import parse_json
 from glm_dcp_jax.config.processes import ProcessConfig
 from glm_dcp_jax.config.speculative import SpeculativeConfig
+from glm_dcp_jax.config.transfer import TransferConfig
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,11 @@ FLAGS = (
         "unset: no drafts",
         short="-sc",
     ),
+    Flag(
+        "kv_transfer_config",
+        "JSON object with kv_connector (tcp, inproc, nixl, jax), kv_role (kv_producer, kv_consumer, kv_both) and more, "
+        "see docs/disaggregation.md; unset: prefill and decode are one engine's",
+    ),
     Flag("latent_norm_eps", "eps of the norms of the query and KV latents (vLLM uses rms_norm_eps)"),
     Flag(
         "generation_config",
@@ -152,7 +158,6 @@ REFUSED = {
     "enable_expert_parallel": "experts are split by width over the mesh",
     "enable_lora": "LoRA adapters are not supported",
     "enforce_eager": "steps are always compiled; see --precompile-bs-paddings",
-    "kv_transfer_config": "prefill/decode disaggregation is not available yet",
     "load_format": "checkpoints are safetensors",
     "lora_modules": "LoRA adapters are not supported",
     "master_addr": "use --coordinator-address",
@@ -166,7 +171,7 @@ REFUSED = {
 }
 """vLLM flags (and planned ones) that this engine does not have, each with what to do instead."""
 
-JSON_FLAGS = ("hf_overrides", "speculative_config")
+JSON_FLAGS = ("hf_overrides", "speculative_config", "kv_transfer_config")
 """Flags that take a JSON object, or a dict."""
 _SIZE_LISTS = ("precompile_bs_paddings", "precompile_token_paddings")
 _SECTIONS = {
@@ -175,7 +180,7 @@ _SECTIONS = {
     "scheduler": SchedulerConfig,
     "processes": ProcessConfig,
 }
-_FIELD_OF_FLAG = {"speculative_config": "speculative"}
+_FIELD_OF_FLAG = {"speculative_config": "speculative", "kv_transfer_config": "transfer"}
 """Where a setting is not named as its flag."""
 
 
@@ -242,6 +247,8 @@ def _typed(name: str, value: Any) -> Any:
         return _overrides(_json_object(name, value))
     if name == "speculative_config":
         return SpeculativeConfig.from_object(_json_object(name, value))
+    if name == "kv_transfer_config":
+        return TransferConfig.from_object(_json_object(name, value))
     if name in _SIZE_LISTS:
         return _sizes(name, value)
     kind = value_type(name)

@@ -10,10 +10,10 @@ from glm_dcp_jax.engine.logit_rules import Adjustments, adjustments
 from glm_dcp_jax.engine.prompt_scores import ScoredRows
 from glm_dcp_jax.engine.rounds import DecodeLines, SampledLines
 from glm_dcp_jax.engine.sampling import RowParams
-from glm_dcp_jax.engine.scheduler import Chunk, Work
 from glm_dcp_jax.engine.sequence import Sequence
 from glm_dcp_jax.engine.slot_columns import SlotColumns
 from glm_dcp_jax.engine.steps import BlockShape, StepShape
+from glm_dcp_jax.engine.work import Chunk, Work
 from glm_dcp_jax.parallel.batch import Block
 
 _NO_DECODES, _NO_CHUNKS = BlockShape("decode", 0, 1, 0), BlockShape("prefill", 0, 0, 0)

@@ -24,7 +24,7 @@ class Drafter:
         self._steps, self._parameters = blueprint.drafts, parameters
         self._pool_shapes = blueprint.mtp_pools(num_pages)
         self._copier = page_copier(blueprint.mesh, blueprint.layout.mtp_layout)
-        self._pools: Pools
+        self.pools: Pools
 
     def shapes(self, step: StepShape) -> tuple[DraftShape, ...]:
         """What runs behind a step of this shape."""
@@ -36,11 +36,11 @@ class Drafter:
 
     def reset(self) -> None:
         """Start over with empty, zeroed caches."""
-        self._pools = make_pools(self._pool_shapes)
+        self.pools = make_pools(self._pool_shapes)
 
     def copy_pages(self, pairs: Any) -> None:
         """As the main model's: [8, 2] int32 of source and target."""
-        self._pools = self._copier(self._pools, pairs)
+        self.pools = self._copier(self.pools, pairs)
 
     def draft(
         self,
@@ -55,16 +55,16 @@ class Drafter:
         Returns `count` arrays [L] int32, each line's drafts, -1 where there is none; None if no line wants any.
         """
         blocks, at = _blocks(batch, rows, found)
-        first = self._steps.first(_first(batch.shape), self._parameters, self._pools)
-        out = first(leaves, self._pools, blocks, hidden, at)
-        self._pools = out.pools
+        first = self._steps.first(_first(batch.shape), self._parameters, self.pools)
+        out = first(leaves, self.pools, blocks, hidden, at)
+        self.pools = out.pools
         if not batch.draws:
             return None
         drafts = [out.draft.tokens]
         for _ in range(1, self.count):
-            further = self._steps.next(_next(batch.shape), self._parameters, self._pools)
-            out = further(leaves, self._pools, out.draft, *_lines(batch))
-            self._pools = out.pools
+            further = self._steps.next(_next(batch.shape), self._parameters, self.pools)
+            out = further(leaves, self.pools, out.draft, *_lines(batch))
+            self.pools = out.pools
             drafts.append(out.draft.tokens)
         return tuple(drafts)
 

@@ -16,22 +16,27 @@ from glm_dcp_jax.engine.batch import BatchMaker, shape_of
 from glm_dcp_jax.engine.detokenizer import Detokenizer
 from glm_dcp_jax.engine.draft_stats import DraftStats
 from glm_dcp_jax.engine.exchange_stats import ExchangeTotals
+from glm_dcp_jax.engine.kv_connector import KVConnector, TransferStats, make_connector
 from glm_dcp_jax.engine.landing import Landed, Landing, land
 from glm_dcp_jax.engine.logit_rules import LogitRules, bad_word_tokens
 from glm_dcp_jax.engine.outputs import Logprob
 from glm_dcp_jax.engine.runner import Flight, Runner
 from glm_dcp_jax.engine.sampling import Scores
-from glm_dcp_jax.engine.sampling_params import SamplingParams, check_vocabulary
-from glm_dcp_jax.engine.scheduler import Scheduler, Work
+from glm_dcp_jax.engine.sampling_params import ParameterError, SamplingParams, check_vocabulary
+from glm_dcp_jax.engine.scheduler import Scheduler
 from glm_dcp_jax.engine.sequence import Progress, Request, Sequence
 from glm_dcp_jax.engine.slot_columns import SlotColumns
 from glm_dcp_jax.engine.tokenizer import Tokenizer
 from glm_dcp_jax.engine.waiting import check_priority, require_room
+from glm_dcp_jax.engine.work import Work
 from glm_dcp_jax.model.locate import locate_model
 from glm_dcp_jax.model.safetensors_reader import Checkpoint
 from glm_dcp_jax.parallel import processes
+from glm_dcp_jax.transfer.references import Reference, Wish
 
 _log = logging.getLogger(__name__)
+_IDLE_SECONDS = 0.02
+"""How long a step waits where nothing can run; whatever comes ends it."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,7 @@ class EngineStats:
     speculative decoding.
 
     compiles_after_warm_up: programs compiled while serving; anything but 0 is a defect. exchanges: between DCP ranks.
+    transfers: with other engines, None without --kv-transfer-config.
     """
 
     running: int
@@ -58,6 +64,7 @@ class EngineStats:
     drafts: DraftStats
     compiles_after_warm_up: int
     exchanges: ExchangeTotals
+    transfers: TransferStats | None
 
 
 class Engine:
@@ -70,8 +77,10 @@ class Engine:
         runner: Runner,
         tokenizer: Tokenizer | None,
         defaults: SamplingDefaults,
+        checkpoint: Checkpoint | None = None,
     ) -> None:
-        """defaults: SamplingParams fields for requests that leave them open."""
+        """defaults: SamplingParams fields for requests that leave them open. checkpoint: for engines that hand caches
+        over, which must have the same weights."""
         self.config, self.model_config, self.runner, self.tokenizer = config, model, runner, tokenizer
         self.sampling_defaults = defaults
         self.max_model_len = runner.max_model_len
@@ -87,6 +96,7 @@ class Engine:
         columns = SlotColumns(runner.idle_slot, runner.layout.pages_for(runner.max_model_len))
         page_tokens = runner.layout.virtual_block if self.scheduler.rows > 1 else None
         self._batches = BatchMaker(columns, model.vocab_size, page_tokens)
+        self.connector = _connector(config, model, runner, checkpoint)
         self._flights: deque[tuple[Work, Flight, list[int]]] = deque()
         self._ahead = 1 if config.scheduler.async_scheduling else 0
         self._arrivals = itertools.count()
@@ -123,7 +133,8 @@ class Engine:
             )
         defaults = sampling_defaults(directory, config.generation_config)
         _check_alike(config, model, defaults)
-        return Engine(config, model, Runner(config, model, Checkpoint.open(directory)), tokenizer, defaults)
+        checkpoint = Checkpoint.open(directory)
+        return Engine(config, model, Runner(config, model, checkpoint), tokenizer, defaults, checkpoint)
 
     def add_request(
         self,
@@ -138,7 +149,35 @@ class Engine:
 
         Raises ValueError if it can never run (too long, unknown tokens, a duplicate id), QueueFull if too much waits.
         """
-        ids = list(prompt_token_ids)
+        wish = self._wish(params)
+        try:
+            self._add_request(request_id, list(prompt_token_ids), params, prompt, priority, cache_salt, wish)
+        except Exception:
+            if wish.brings is not None and self.connector is not None:
+                self.connector.drop(wish.brings)
+            raise
+
+    def _wish(self, params: SamplingParams) -> Wish:
+        if not params.kv_transfer_params:
+            return Wish()
+        if self.connector is None:
+            raise ParameterError(
+                "kv_transfer_params",
+                "kv_transfer_params: this engine takes no part in prefill/decode disaggregation; start it with "
+                "--kv-transfer-config",
+            )
+        return self.connector.wish(params)
+
+    def _add_request(
+        self,
+        request_id: str,
+        ids: list[int],
+        params: SamplingParams,
+        prompt: str | None,
+        priority: int,
+        cache_salt: str,
+        wish: Wish,
+    ) -> None:
         self.check_prompt(ids)
         check_vocabulary(params, self.model_config.vocab_size)
         if params.stop_strings and self.tokenizer is None:
@@ -177,12 +216,22 @@ class Engine:
         ]
         for follower in sequences[1:]:
             follower.leader = sequences[0]
-        request = Request(request_id, prompt, ids, sequences)
+        if wish.brings is not None and self.connector is not None:
+            self._expect(request_id, wish.brings, sequences[0])
+        request = Request(request_id, prompt, ids, sequences, wish.leaves)
         self._requests[request_id] = request
         for sequence in sequences:
             self._owner[sequence] = request
             self.scheduler.add(sequence)
         self._prompt_tokens += len(ids)
+
+    def _expect(self, request_id: str, reference: Reference, sequence: Sequence) -> None:
+        """Its prompt's cache is elsewhere; of a request's sequences the first brings it for all."""
+        assert self.connector is not None
+        if sequence.reports_prompt or sequence.prompt_length < 2:
+            self.connector.drop(reference)  # every row of the prompt is computed here
+        else:
+            sequence.remote = self.connector.expect(request_id, reference, sequence)
 
     def _rules(self, ids: list[int], params: SamplingParams) -> LogitRules | None:
         if not params.changes_logits:
@@ -229,7 +278,9 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether there is anything to step."""
-        return bool(self._requests or self._flights)
+        return bool(
+            self._requests or self._flights or (self.connector is not None and self.connector.has_events)
+        )
 
     def step(self) -> list[Progress]:
         """Start a step, and take what the one before it brought. Returns how far the requests that changed have come.
@@ -238,11 +289,18 @@ class Engine:
         """
         changed: dict[Request, None] = {}
         try:
+            if self.connector is not None:
+                self._take_arrivals(self.connector, changed)
             while self._flights and self._must_know_all():
                 self._land(changed)
             work = self.scheduler.next()
+            for sequence in work.loads:
+                assert sequence.remote is not None
+                sequence.remote.begin(sequence.computed, len(sequence.tokens) - 1)
             if not work.is_empty:
                 self._launch(work)
+            elif self.connector is not None and not self._flights and self._requests:
+                self.connector.wait(_IDLE_SECONDS)  # nothing runs until something comes, or pages come back
             ahead = self._ahead if not work.is_empty else 0
             while len(self._flights) > ahead:
                 self._land(changed)
@@ -254,6 +312,19 @@ class Engine:
             if each.finished:
                 self._retire(each.request)
         return progress
+
+    def _take_arrivals(self, connector: KVConnector, changed: dict[Request, None]) -> None:
+        """Pages that others have read, and caches that have come from others."""
+        for table in connector.returned():
+            table.release()
+        for sequence, failure in connector.arrivals():
+            if failure is None:
+                self.scheduler.loaded(sequence)
+            elif connector.config.kv_load_failure_policy == "recompute":
+                self.scheduler.not_loaded(sequence)
+            else:
+                self._fail_request(sequence, f"its cache did not arrive ({failure.kind}): {failure}")
+                changed[self._owner[sequence]] = None
 
     def _must_know_all(self) -> bool:
         return any(
@@ -306,7 +377,16 @@ class Engine:
         if kept:
             self.scheduler.advance(sequence, len(sequence.tokens) - 1 if landing.end is None else landing.end)
         if sequence.finish_reason is not None:
+            self._let_go(sequence)
+
+    def _let_go(self, sequence: Sequence) -> None:
+        """It has ended by itself. Its prompt's pages may be wanted elsewhere."""
+        request = self._owner[sequence]
+        if not request.leaves or sequence.index or sequence.table is None or self.connector is None:
             self.scheduler.remove(sequence)
+            return
+        table = self.scheduler.keep(sequence)
+        request.kv_transfer_params = self.connector.keep(request.request_id, sequence, table)
 
     def reset_prefix_cache(self) -> bool:
         """Forget what earlier requests computed. False if requests that run still hold some of it."""
@@ -327,13 +407,27 @@ class Engine:
             drafts=replace(self._drafts, accepted_at=list(self._drafts.accepted_at)),
             compiles_after_warm_up=self.runner.compiles.after_warm_up,
             exchanges=self.runner.exchanges.totals(),
+            transfers=None if self.connector is None else self.connector.stats(),
         )
+
+    def close(self) -> None:
+        """End what goes on with other engines. The engine is of no use afterwards."""
+        if self.connector is not None:
+            self.connector.close()
 
     def _fail(self, sequence: Sequence) -> None:
         """NaN would read as token 0, and its records are not in the cache: say that the request failed instead."""
         _log.error("request %s: the model's output is not finite", self._owner[sequence].request_id)
         sequence.finish_reason = "error"
         self.scheduler.remove(sequence)
+
+    def _fail_request(self, sequence: Sequence, why: str) -> None:
+        """All sequences of its request: they were to share what failed."""
+        request = self._owner[sequence]
+        _log.error("request %s: %s", request.request_id, why)
+        for each in request.sequences:
+            each.finish_reason = each.finish_reason or "error"
+            self.scheduler.remove(each)
 
     def _fail_all(self) -> None:
         """A failed step took the cache with it: end every request, so that none goes on without its records."""
@@ -358,6 +452,16 @@ class Engine:
         del self._requests[request.request_id]
         for sequence in request.sequences:
             del self._owner[sequence]
+
+
+def _connector(
+    config: EngineConfig, model: ModelConfig, runner: Runner, checkpoint: Checkpoint | None
+) -> KVConnector | None:
+    if config.transfer is None:
+        return None
+    connector = make_connector(config, config.transfer, model, runner, checkpoint)
+    runner.compile_too(connector.compilations())
+    return connector
 
 
 def _check_alike(config: EngineConfig, model: ModelConfig, defaults: SamplingDefaults) -> None:

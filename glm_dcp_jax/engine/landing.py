@@ -11,8 +11,8 @@ import numpy as np
 from glm_dcp_jax.engine.prompt_scores import fetched
 from glm_dcp_jax.engine.runner import Flight
 from glm_dcp_jax.engine.sampling import Scores
-from glm_dcp_jax.engine.scheduler import Work
 from glm_dcp_jax.engine.sequence import Sequence
+from glm_dcp_jax.engine.work import Work
 
 
 class Token(NamedTuple):

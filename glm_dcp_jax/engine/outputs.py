@@ -1,7 +1,7 @@
 """What comes back for a request: vLLM's `RequestOutput` and its parts."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -44,7 +44,8 @@ class RequestOutput:
     """A prompt and all its continuations, as far as they have come. prompt: None if it came as token ids.
 
     prompt_logprobs: as of an output, of the prompt's tokens (None for the first); None if not asked for.
-    num_cached_tokens: prompt tokens that were not computed, since the cache had them.
+    num_cached_tokens: prompt tokens that were not computed, since the cache had them. kv_transfer_params: what another
+    engine needs to go on from the prompt's cache; None unless it was asked for, and is held.
     """
 
     request_id: str
@@ -54,3 +55,4 @@ class RequestOutput:
     finished: bool = False
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
+    kv_transfer_params: dict[str, Any] | None = None

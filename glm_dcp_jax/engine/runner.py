@@ -28,13 +28,14 @@ from glm_dcp_jax.engine.exchange_stats import ExchangeStats
 from glm_dcp_jax.engine.logit_rules import adjustment_sizes, no_adjustments
 from glm_dcp_jax.engine.memory import check_exchange_memory, number_of_pages
 from glm_dcp_jax.engine.page_copies import COPIES_AT_ONCE, page_copier
+from glm_dcp_jax.engine.pool_access import State
 from glm_dcp_jax.engine.prompt_scores import PromptScorer
 from glm_dcp_jax.engine.rounds import DecodeRows, Round, Slots, decode_rows, draw, note_drafts
 from glm_dcp_jax.engine.sampling import Scores, adjust, score
-from glm_dcp_jax.engine.scheduler import Work
 from glm_dcp_jax.engine.slot_columns import SlotColumns
 from glm_dcp_jax.engine.steps import BlockShape, Kind, StepOutput, StepShape, leaves_of
 from glm_dcp_jax.engine.warm_up import Compilation, compile_all
+from glm_dcp_jax.engine.work import Work
 from glm_dcp_jax.model.load import load_parameters
 from glm_dcp_jax.model.safetensors_reader import Checkpoint
 from glm_dcp_jax.parallel import processes
@@ -42,6 +43,7 @@ from glm_dcp_jax.parallel.batch import Block
 from glm_dcp_jax.parallel.calibrate import measured_link
 from glm_dcp_jax.parallel.mesh import make_mesh
 from glm_dcp_jax.parallel.policy import as_table
+from glm_dcp_jax.transfer.packing import Caches
 
 _log = logging.getLogger(__name__)
 
@@ -108,6 +110,7 @@ class Runner:
         self.reset_pools()
         self._vocab_size = model.vocab_size
         self._lock = threading.Lock()
+        self._more: list[Compilation] = []
 
     def launch(self, batch: Batch, copies: Sequence[tuple[int, int]] = ()) -> Flight:
         """Start a step, and the drawing of its tokens. copies: pages (source, target) that are copied first."""
@@ -179,6 +182,33 @@ class Runner:
             if self._drafter is not None:
                 self._drafter.copy_pages(pages)
 
+    def with_pools(self, change: Callable[[State], State | None]) -> None:
+        """Start programs over the pools between two steps: `change` gets them, and may return others in their places.
+
+        What fails resets them, unless it returned None before. From any thread.
+        """
+        with self._lock:
+            state = self.pools, None if self._drafter is None else self._drafter.pools
+            try:
+                changed = change(state)
+            except BaseException:
+                if any(pool.is_deleted() for pool in jax.tree.leaves(state)):
+                    self.reset_pools()
+                raise
+            if changed is not None:
+                self.pools, of_drafts = changed
+                if self._drafter is not None and of_drafts is not None:
+                    self._drafter.pools = of_drafts
+
+    def caches(self) -> Caches:
+        """What of its caches travels to other engines."""
+        mtp = self.blueprint.mtp_pools(self.num_pages) if self.blueprint.mtp_layers else None
+        return Caches(self.mesh, self.layout, self.record, self._pool_shapes, mtp)
+
+    def compile_too(self, compilations: Sequence[Compilation]) -> None:
+        """Have more programs compiled at warm-up."""
+        self._more += compilations
+
     def warm_up(self, stopped: Callable[[], bool] = lambda: False) -> None:
         """Compile every step serving can ask for, two at a time, with a progress bar; gives up when `stopped`."""
         began = time.perf_counter()
@@ -201,9 +231,9 @@ class Runner:
             functools.partial(self.steps.get, shape, self.parameters, self._pool_shapes) for shape in shapes
         ]
         if self._drafter is None:
-            return steps
+            return steps + self._more
         behind = dict.fromkeys(each for shape in shapes for each in self._drafter.shapes(shape))
-        return steps + [functools.partial(self._drafter.compile, each) for each in behind]
+        return steps + [functools.partial(self._drafter.compile, each) for each in behind] + self._more
 
     def _decode_paths(self) -> str:
         """For the log: what each decode path would wait for in each bucket, and which is taken."""

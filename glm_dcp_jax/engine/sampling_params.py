@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
+from typing import Any
 
 MAX_N = 128
 MAX_LOGPROBS = 20
@@ -42,7 +43,8 @@ class SamplingParams:
     presence_penalty, frequency_penalty: taken from the logit of a token that the output holds, once and for each time.
     repetition_penalty: divides a positive logit of a token that prompt or output holds, and multiplies a negative one;
     1 is off. logit_bias: token id (or its digits) to what is added to its logit. bad_words: texts that must not come.
-    allowed_token_ids: the only tokens to sample.
+    allowed_token_ids: the only tokens to sample. extra_args: {"kv_transfer_params": {...}} or nothing, see
+    docs/disaggregation.md.
     """
 
     n: int = 1
@@ -67,6 +69,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
+    extra_args: Mapping[str, Any] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -81,6 +84,8 @@ class SamplingParams:
             self._set("allowed_token_ids", _tokens("allowed_token_ids", self.allowed_token_ids))
         if self.logit_bias is not None:
             self._set("logit_bias", _biases(self.logit_bias))
+        if self.extra_args is not None:
+            _check_extra(self.extra_args)
         self._check_together()
 
     def _check_numbers(self) -> None:
@@ -155,6 +160,11 @@ class SamplingParams:
         return self.needs_history or bool(self.logit_bias) or self.allowed_token_ids is not None
 
     @property
+    def kv_transfer_params(self) -> Mapping[str, Any] | None:
+        """Where the prompt's cache is, or whether to keep it for another engine."""
+        return (self.extra_args or {}).get("kv_transfer_params")
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple, whichever way it was given."""
         return tuple(self.stop or ())
@@ -173,6 +183,14 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
             raise ParameterError(
                 name, f"{name} names token id {wrong}, which is not in the vocabulary (0 to {vocab_size - 1})"
             )
+
+
+def _check_extra(given: object) -> None:
+    name = "kv_transfer_params"
+    if not isinstance(given, Mapping) or set(given) - {name}:
+        raise ParameterError("extra_args", f"extra_args takes {name} alone, but is {given!r:.200}")
+    if not isinstance(given.get(name) or {}, Mapping):
+        raise ParameterError(name, f"{name} must be an object, but is {given[name]!r:.200}")
 
 
 def _integer(field: str, value: object, least: int, most: int, note: str = "") -> None:

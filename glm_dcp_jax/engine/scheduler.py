@@ -11,8 +11,6 @@ the same decisions.
 
 import heapq
 import itertools
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from glm_dcp_jax.cache.allocator import OutOfPages, PageAllocator, PageTable
 from glm_dcp_jax.cache.placement import Layout
@@ -21,72 +19,10 @@ from glm_dcp_jax.config import SchedulerConfig
 from glm_dcp_jax.engine.buckets import Buckets
 from glm_dcp_jax.engine.sequence import Sequence
 from glm_dcp_jax.engine.waiting import Line, rank_of
+from glm_dcp_jax.engine.work import Chunk, PageCopy, Work
 
 _MOST_LOOKED_AT = 64
 """Sequences of the line that one step considers."""
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Tokens start .. start + count - 1 of a sequence, whose first tokens are in the cache already.
-
-    is_last: whether the next token is sampled behind it. first_scored: its first row that tells how likely the prompt's
-    token behind it was; those behind that row do too, up to the prompt's end.
-    """
-
-    sequence: Sequence
-    start: int
-    count: int
-    is_last: bool
-    first_scored: int
-
-    @property
-    def end(self) -> int:
-        """How many tokens the cache holds afterwards."""
-        return self.start + self.count
-
-    @property
-    def scored_tokens(self) -> list[int]:
-        """The prompt's tokens behind the rows that are scored."""
-        sequence = self.sequence
-        return sequence.tokens[self.start + self.first_scored + 1 : min(self.end + 1, sequence.prompt_length)]
-
-
-class PageCopy(NamedTuple):
-    """What page `source` holds goes to page `target` before the step."""
-
-    source: int
-    target: int
-
-
-@dataclass
-class Work:
-    """One step: pages to copy first, sequences that decode, chunks of prompts. copied_for: whom the copies are for.
-
-    reaches: tokens that each of those that decode may come to have in the cache: all drafts may be accepted, and
-    further ones are made behind them.
-    """
-
-    copies: list[PageCopy] = field(default_factory=list)
-    copied_for: list[Sequence] = field(default_factory=list)
-    decodes: list[Sequence] = field(default_factory=list)
-    reaches: list[int] = field(default_factory=list)
-    chunks: list[Chunk] = field(default_factory=list)
-
-    @property
-    def sequences(self) -> list[Sequence]:
-        """All that take part, those that decode first; each once."""
-        return [*self.decodes, *[chunk.sequence for chunk in self.chunks]]
-
-    @property
-    def drawing(self) -> list[Sequence]:
-        """Those that get a token, or several."""
-        return [*self.decodes, *[chunk.sequence for chunk in self.chunks if chunk.is_last]]
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to run."""
-        return not self.decodes and not self.chunks
 
 
 class Scheduler:
@@ -131,7 +67,9 @@ class Scheduler:
         preempted = self._decode(work, budget)
         budget -= len(work.decodes) * self.rows
         for sequence in self.running:
-            if sequence.prefilling and not self._chunk(work, sequence, budget - _tokens(work.chunks)):
+            if not sequence.prefilling or sequence.loading:
+                continue
+            if not self._chunk(work, sequence, budget - _tokens(work.chunks)):
                 break
         if not preempted:
             self._admit(work, self._config.max_num_batched_tokens)
@@ -156,6 +94,26 @@ class Scheduler:
         self.prefixes.register(table, keys, computed, rest=ends_prompt)
         sequence.advanced = min(blocks, len(keys))
         self._keep_promises(sequence, sequence.advanced)
+
+    def loaded(self, sequence: Sequence) -> None:
+        """Another engine's cache of its prompt is in its pages, but for the last row: it decodes from there."""
+        sequence.loading, sequence.remote = False, None
+        sequence.computed = sequence.cached_tokens = len(sequence.tokens) - 1
+        self.advance(sequence, sequence.computed)
+
+    def not_loaded(self, sequence: Sequence) -> None:
+        """Nothing came of it: it computes its prompt itself, in the pages that it has."""
+        sequence.loading, sequence.remote = False, None
+
+    def keep(self, sequence: Sequence) -> PageTable:
+        """Let a sequence that has ended go, but not its pages: whoever takes them gives them back."""
+        table = sequence.table
+        assert table is not None
+        self._register(sequence)
+        table.drop_source_page()
+        sequence.table = None
+        self.remove(sequence)
+        return table
 
     @property
     def cache_usage(self) -> float:
@@ -215,17 +173,25 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         """Give back what it holds; what is final of it can be found again, unless the model went wrong on it."""
-        sequence.extend_keys()
         if sequence.table is not None:
-            if sequence.keys is not None and sequence.finish_reason != "error":
-                self.prefixes.register(sequence.table, sequence.keys, sequence.settled, rest=True)
+            self._register(sequence)
             sequence.table.release()
             sequence.table = None
+        if sequence.remote is not None:
+            sequence.remote.abandon()
+        sequence.loading, sequence.remote = False, None
         sequence.settled = sequence.advanced = 0
         if sequence.slot >= 0:
             heapq.heappush(self._free_slots, sequence.slot)
             sequence.slot = -1
         self._keep_promises(sequence, sequence.promised)
+
+    def _register(self, sequence: Sequence) -> None:
+        """Let others find what is final of it, unless the model went wrong on it."""
+        sequence.extend_keys()
+        if sequence.keys is not None and sequence.finish_reason != "error" and not sequence.loading:
+            assert sequence.table is not None
+            self.prefixes.register(sequence.table, sequence.keys, sequence.settled, rest=True)
 
     def _keep_promises(self, sequence: Sequence, blocks: int) -> None:
         """Whoever waits for the first `blocks` blocks of the sequence waits no longer."""
@@ -293,7 +259,9 @@ class Scheduler:
             found = self._found(sequence, leader)
             if self._is_promised(sequence, len(found.pages)):
                 continue
-            if not self._start(work, sequence, found, budget):
+            comes = sequence.remote is not None and found.length < len(sequence.tokens) - 1
+            begun = self._load(work, sequence, found) if comes else self._start(work, sequence, found, budget)
+            if not begun:
                 return
 
     def _is_behind_its_prompt(self, leader: Sequence, work: Work) -> bool:
@@ -316,6 +284,7 @@ class Scheduler:
             return Match(0, last, tuple(leader.pages[:whole]), (), source, rest)
         if sequence.keys is None or (sequence.reports_prompt and sequence.scored < sequence.prompt_length):
             return Match()
+        sequence.extend_keys()  # steps that were under way when it lost its pages brought it tokens
         found = self.prefixes.match(sequence.keys, last)
         length = self._with_drafts(sequence, len(sequence.tokens))
         # The page that is copied is held besides the sequence's own: where that is one too many, go without.
@@ -334,6 +303,9 @@ class Scheduler:
         if table is None:
             return False
         self._enter(sequence, table, found)
+        if sequence.remote is not None:  # others computed the same prompt meanwhile
+            sequence.remote.abandon()
+            sequence.remote = None
         if table.source_page is not None:
             work.copies.append(PageCopy(table.source_page, table.pages[len(found.pages)]))
             work.copied_for.append(sequence)
@@ -341,6 +313,16 @@ class Scheduler:
             self._add_decode(work, sequence, self._with_drafts(sequence, len(sequence.tokens)))
         else:
             self._add(work, chunk)
+        return True
+
+    def _load(self, work: Work, sequence: Sequence, found: Match) -> bool:
+        """Give a waiting sequence pages for what comes from another engine, if they can be had."""
+        table = self._table(sequence, whole := found.without_source)
+        if table is None:
+            return False
+        self._enter(sequence, table, whole)
+        sequence.loading = True
+        work.loads.append(sequence)
         return True
 
     def _table(self, sequence: Sequence, found: Match) -> PageTable | None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import Any, Protocol
 
 from glm_dcp_jax.cache.allocator import PageTable
 from glm_dcp_jax.cache.prefix_cache import BlockKeys
@@ -10,6 +11,16 @@ from glm_dcp_jax.engine.detokenizer import Detokenizer
 from glm_dcp_jax.engine.logit_rules import LogitRules
 from glm_dcp_jax.engine.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput
 from glm_dcp_jax.engine.sampling_params import SamplingParams
+
+
+class RemoteCache(Protocol):
+    """A prompt's cache on another engine."""
+
+    def begin(self, start: int, end: int) -> None:
+        """Bring tokens start .. end - 1: the sequence has pages for them, and holds what is before."""
+
+    def abandon(self) -> None:
+        """It is not wanted any more."""
 
 
 @dataclass(eq=False)
@@ -23,6 +34,7 @@ class Sequence:
     computed: tokens that the cache holds or that a step under way puts there. in_flight: steps under way that will
     bring it tokens. slot: its place in the device's state while it runs; fed: whether that place knows its last token.
     scored: tokens whose successor's probability is known, or is being computed.
+    remote: its prompt's cache on another engine, as long as it may be wanted. loading: whether it is on its way here.
     advanced, settled: blocks, and tokens, of which the prefix cache was told since it runs.
     promised, delivered: blocks up to which others wait for it, and up to which they need not any more. preemptions: how
     often it lost its pages.
@@ -40,6 +52,8 @@ class Sequence:
     leader: "Sequence | None" = None
     keys: BlockKeys | None = None
     rules: LogitRules | None = None
+    remote: "RemoteCache | None" = None
+    loading: bool = False
     computed: int = 0
     in_flight: int = 0
     table: PageTable | None = None
@@ -151,12 +165,17 @@ class Extent:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt and the n sequences that continue it."""
+    """A prompt and the n sequences that continue it.
+
+    leaves: whether its prompt's cache is kept for another engine; kv_transfer_params: what that one needs, once it is.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     sequences: list[Sequence]
+    leaves: bool = False
+    kv_transfer_params: dict[str, Any] | None = None
 
     def progress(self) -> "Progress":
         """How far it has come."""
@@ -202,4 +221,5 @@ class Progress:
             finished=self.finished,
             prompt_logprobs=None if first.params.prompt_logprobs is None else scores,
             num_cached_tokens=self.cached_tokens,
+            kv_transfer_params=request.kv_transfer_params if self.finished else None,
         )

@@ -21,7 +21,7 @@ from glm_dcp_jax.engine.exchange_stats import ExchangeTotals
 from glm_dcp_jax.engine.rounds import Round
 from glm_dcp_jax.engine.runner import Flight
 from glm_dcp_jax.engine.sampling_params import SamplingParams
-from glm_dcp_jax.engine.scheduler import Work
+from glm_dcp_jax.engine.work import Work
 from glm_dcp_jax.engine.tokenizer import Tokenizer
 
 PARTS = ("schedule", "make_batch", "land")

@@ -17,9 +17,9 @@ from glm_dcp_jax.config import ModelConfig, ParallelConfig
 from glm_dcp_jax.engine.batch import BatchMaker, Line, shape_of
 from glm_dcp_jax.engine.runner import Runner
 from glm_dcp_jax.engine.sampling_params import SamplingParams
-from glm_dcp_jax.engine.scheduler import Work
 from glm_dcp_jax.engine.sequence import Sequence
 from glm_dcp_jax.engine.slot_columns import SlotColumns
+from glm_dcp_jax.engine.work import Work
 from glm_dcp_jax.parallel.mesh import make_mesh
 
 sys.path.append(str(Path(__file__).parents[1] / "engine"))

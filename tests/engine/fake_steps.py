@@ -10,8 +10,9 @@ from glm_dcp_jax.config import SchedulerConfig
 from glm_dcp_jax.engine.batch import shape_of
 from glm_dcp_jax.engine.buckets import Buckets
 from glm_dcp_jax.engine.sampling_params import SamplingParams
-from glm_dcp_jax.engine.scheduler import Scheduler, Work
+from glm_dcp_jax.engine.scheduler import Scheduler
 from glm_dcp_jax.engine.sequence import Sequence
+from glm_dcp_jax.engine.work import Work
 
 LAYOUT = Layout(block_size=4, world=2)  # pages of 8 tokens
 TOKEN = 9

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm_dcp_jax.config import ConfigError, SchedulerConfig
-from glm_dcp_jax.engine.scheduler import Work
+from glm_dcp_jax.engine.work import Work
 
 sys.path.append(str(Path(__file__).parent))
 

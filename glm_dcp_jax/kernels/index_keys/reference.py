@@ -65,3 +65,39 @@ def _put(
     )
     indices = jnp.stack([jnp.full_like(block, layer), block, start], axis=-1)
     return jax.lax.scatter(pool, indices, raw, dimensions, mode=jax.lax.GatherScatterMode.FILL_OR_DROP)
+
+
+def pack_index_keys(
+    pool: Shaped[Array, "full *pool"], slots: Int[Array, " N"], index: IndexKeyFormat, block_size: int
+) -> Shaped[Array, "full N key"]:
+    """See the op."""
+    if not index.quantised:
+        kept = (slots >= 0) & (slots < pool.shape[1])
+        return jnp.where(kept[None, :, None], pool[:, jnp.where(kept, slots, 0)], 0)
+    kept = (slots >= 0) & (slots < pool.shape[1] * block_size)
+    block, at = jnp.divmod(jnp.where(kept, slots, 0), block_size)
+    columns = _columns(at, index, block_size)
+    return jnp.where(kept[None, :, None], pool[:, block[:, None], columns], 0)
+
+
+def unpack_index_keys(
+    pool: Shaped[Array, "full *pool"],
+    slots: Int[Array, " N"],
+    packed: Shaped[Array, "full N key"],
+    index: IndexKeyFormat,
+    block_size: int,
+) -> Shaped[Array, "full *pool"]:
+    """See the op."""
+    if not index.quantised:
+        past_the_end = jnp.where(slots < 0, pool.shape[1], slots)
+        return pool.at[:, past_the_end].set(packed, mode="drop")
+    block, at = jnp.divmod(slots, block_size)
+    block = jnp.where(slots < 0, pool.shape[1], block)
+    return pool.at[:, block[:, None], _columns(at, index, block_size)].set(packed, mode="drop")
+
+
+def _columns(at: Int[Array, " N"], index: IndexKeyFormat, block_size: int) -> Int[Array, "N key"]:
+    """The bytes of a block's keys number `at`: their codes, then their scales."""
+    codes = at[:, None] * index.width + jnp.arange(index.width)
+    scales = block_size * index.width + at[:, None] * 4 + jnp.arange(4)
+    return jnp.concatenate([codes, scales], axis=1)

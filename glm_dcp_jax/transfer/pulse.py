@@ -1,0 +1,89 @@
+"""Heartbeats: a thread for every producer that holds anything for us tells it so, until nothing is left."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from glm_dcp_jax.transfer.references import Reference
+from glm_dcp_jax.transfer.wire import Peer, PeerError, connect
+
+_log = logging.getLogger(__name__)
+BEATS_IN_A_LEASE = 6
+
+
+class Pulses:
+    """One pulse for each producer's address, while there is anything to keep alive.
+
+    lost: called with what a producer says that it does not hold any more.
+    """
+
+    def __init__(
+        self, secret: bytes, lease: float, answer_seconds: float, lost: Callable[[Reference], None]
+    ) -> None:
+        self._secret, self._lost = secret, lost
+        self._period, self._answer_seconds = lease / BEATS_IN_A_LEASE, answer_seconds
+        self._kept: dict[tuple[str, int], dict[str, Reference]] = {}
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def add(self, reference: Reference) -> None:
+        """Keep it alive from now on."""
+        with self._changed:
+            kept = self._kept.get(reference.address)
+            if kept is not None:
+                kept[reference.key] = reference
+                return
+            self._kept[reference.address] = {reference.key: reference}
+        threading.Thread(target=self._run, args=(reference.address,), name="kv-pulse", daemon=True).start()
+
+    def remove(self, reference: Reference) -> None:
+        """Keep it alive no longer."""
+        with self._changed:
+            self._kept.get(reference.address, {}).pop(reference.key, None)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Keep nothing alive."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _run(self, address: tuple[str, int]) -> None:
+        peer: Peer | None = None
+        try:
+            while references := self._due(address):
+                peer = self._beat(address, peer, references)
+        finally:
+            if peer is not None:
+                peer.close()
+
+    def _due(self, address: tuple[str, int]) -> dict[str, Reference]:
+        """What is to be kept alive, a period after the last time; empty when the thread is to end."""
+        due = time.monotonic() + self._period
+        with self._changed:
+            while not self._closed and self._kept[address] and (left := due - time.monotonic()) > 0:
+                self._changed.wait(left)
+            kept = {} if self._closed else dict(self._kept[address])
+            if not kept:
+                del self._kept[address]
+            return kept
+
+    def _beat(
+        self, address: tuple[str, int], peer: Peer | None, references: dict[str, Reference]
+    ) -> Peer | None:
+        """Returns the connection for the next time; None if it broke: then the next beat makes another."""
+        deadline = time.monotonic() + self._answer_seconds
+        try:
+            if peer is None:
+                peer = connect(*address, self._secret, deadline)
+            lost = peer.request({"do": "beat", "keys": list(references)}, deadline).get("lost")
+        except PeerError as error:
+            _log.warning("no heartbeat reaches the producer at %s:%d: %s", *address, error)
+            if peer is not None:
+                peer.close()
+            return None
+        for key in lost if isinstance(lost, list) else []:
+            if key in references:
+                self._lost(references[key])
+        return peer

@@ -1,0 +1,92 @@
+"""What transfers came to, counted since the start."""
+
+import threading
+from dataclasses import dataclass, field
+
+from glm_dcp_jax.transfer.loads import Load, LoadFailed
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+BYTES = tuple(float(2**power) for power in range(16, 40, 2))
+RUNS = (1.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10_000.0, 30_000.0, 100_000.0, 1_000_000.0)
+
+
+@dataclass
+class Distribution:
+    """Observations by upper bound: counts[i] of at most bounds[i], and of any size at the end. Not cumulative."""
+
+    bounds: tuple[float, ...]
+    counts: list[int] = field(default_factory=list)
+    total: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
+
+    def add(self, value: float) -> None:
+        """One more observation."""
+        at = next((place for place, bound in enumerate(self.bounds) if value <= bound), len(self.bounds))
+        self.counts[at] += 1
+        self.total += value
+
+    def copy(self) -> "Distribution":
+        """As of now."""
+        return Distribution(self.bounds, list(self.counts), self.total)
+
+
+@dataclass(frozen=True)
+class Received:
+    """A consumer's counts at one moment. failed: by kind. wasted_bytes: received for loads that then failed or were
+    cancelled. unheard: messages that no producer answered."""
+
+    seconds: Distribution
+    bytes: Distribution
+    runs: Distribution
+    failed: dict[str, int]
+    cancelled: int
+    wasted_bytes: int
+    unheard: int
+
+
+class ConsumerStats:
+    """Counts of loads, from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seconds, self._bytes, self._runs = (
+            Distribution(SECONDS),
+            Distribution(BYTES),
+            Distribution(RUNS),
+        )
+        self._failed: dict[str, int] = {}
+        self._cancelled = self._wasted_bytes = self._unheard = 0
+
+    def add(self, load: Load, failure: LoadFailed | None) -> None:
+        """A load has ended."""
+        with self._lock:
+            if failure is None:
+                self._seconds.add(load.times.confirmed - load.times.begun)
+                self._bytes.add(load.received_bytes)
+                self._runs.add(load.runs)
+                return
+            self._wasted_bytes += load.received_bytes
+            if load.is_cancelled():
+                self._cancelled += 1
+            else:
+                self._failed[failure.kind] = self._failed.get(failure.kind, 0) + 1
+
+    def count_unheard(self) -> None:
+        """A producer did not hear something."""
+        with self._lock:
+            self._unheard += 1
+
+    def now(self) -> Received:
+        """The counts at this moment."""
+        with self._lock:
+            return Received(
+                self._seconds.copy(),
+                self._bytes.copy(),
+                self._runs.copy(),
+                dict(self._failed),
+                self._cancelled,
+                self._wasted_bytes,
+                self._unheard,
+            )

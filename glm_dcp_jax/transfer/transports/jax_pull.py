@@ -1,0 +1,208 @@
+"""jax.experimental.transfer, wrapped against what it does when used plainly.
+
+The library moves device arrays between processes over TCP, staged in host memory on both sides. What is done about its
+traps, all of which were observed:
+
+* Without transport addresses a pull from another process kills the producer: they are always given, on our own host.
+* Default buffers take gigabytes of host memory: ours are small.
+* Nothing compares shapes, dtypes or shardings; a mismatch of equal bytes is silently wrong. So only whole uint8 arrays
+  on single devices travel, and the consumer asks for exactly what the ticket, made by the producer, says.
+* A uuid can be pulled once; a second pull hangs. A ticket that was fetched here is refused here; fetched by another
+  process, it is a timeout.
+* A pull of something unknown, of a stopped or an absent producer hangs for ever. The deadline is ours: at it the
+  connection is poisoned, which ends every pull on it, so each fetch has a connection to itself.
+* What is never pulled stays in memory for ever: `retire` overwrites its uuid with an empty list, which also turns a
+  late pull into an error. That empty entry expires, which is noticed only while somebody publishes: a heartbeat.
+
+It carries no proof of identity, and four zero bytes sent to its port abort the process: loopback or a private network.
+"""
+
+import datetime
+import secrets
+import socket
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import transfer
+from jax.sharding import SingleDeviceSharding
+
+from glm_dcp_jax.config import ConfigError
+from glm_dcp_jax.transfer.peer import never
+from glm_dcp_jax.transfer.transports.idle import IdleConnections
+from glm_dcp_jax.transfer.transports.interface import (
+    Ticket,
+    TransportError,
+    TransportErrorKind,
+    check_ticket,
+    check_time,
+    new_ticket,
+)
+
+SOCKETS = 4
+PARALLEL_COPIES = 8
+COPY_BYTES = 4 << 20
+"""Bytes of one of the library's staging buffers; it has about 3 x PARALLEL_COPIES of them."""
+TOMBSTONE_SECONDS = 60.0
+"""How long a pull of a retired ticket fails at once; later it waits for its deadline."""
+HEARTBEAT_SECONDS = 1.0
+_HEARTBEAT_UUID = 1 << 63  # tickets have 63 bits
+_SPENT_REMEMBERED = 4096
+_MOST_WAIT_SECONDS = 0.002
+
+_MEANINGS: tuple[tuple[str, TransportErrorKind], ...] = (
+    ("out of range 0", "unknown_ticket"),  # the empty list that `retire` leaves
+    ("already been fetched", "unknown_ticket"),
+    ("Pull expired", "unknown_ticket"),
+    ("slicing", "corrupt"),
+    ("out of range", "corrupt"),
+    ("deleted before transfers completed", "corrupt"),
+)
+"""The library's words for what else than a lost peer can happen to a pull."""
+
+
+class JaxTransport:
+    """As Transport; a ticket can be fetched once. D's arrays pass through its first local device.
+
+    host, port: where this process listens, port 0 being any free one. advertise: the host that consumers are told.
+    """
+
+    name = "jax"
+
+    def __init__(self, host: str, port: int = 0, advertise: str = "") -> None:
+        self._device = jax.local_devices()[0]
+        self._server = _serve(host, port, self._device)
+        self._address = f"{_bracketed(advertise or host)}:{self._server.address().rpartition(':')[2]}"
+        self._start = secrets.token_hex(8)
+        self._idle: IdleConnections[Any] = IdleConnections(lambda connection: connection._poison_connection())
+        self._guard = threading.Lock()
+        self._published: dict[str, tuple[int, int]] = {}  # ticket id -> uuid, bytes
+        self._spent: OrderedDict[str, None] = OrderedDict()
+        self._tombstones_until = 0.0
+        self._changed = threading.Event()
+        self._closed = False
+        threading.Thread(target=self._beat, name="transfer heartbeat", daemon=True).start()
+
+    def publish(self, arrays: Sequence[jax.Array], rows: Sequence[int]) -> Ticket:
+        """As Transport.publish."""
+        uuid = secrets.randbits(63)
+        ticket = new_ticket(
+            arrays, rows, transport=self.name, address=self._address, start=self._start, uuid=uuid
+        )
+        moved = [array for array, count in zip(arrays, rows, strict=True) if count and array.size]
+        with self._guard:
+            self._published[ticket["id"]] = uuid, sum(array.nbytes for array in moved)
+            self._server.await_pull(uuid, moved)
+        return ticket
+
+    def retire(self, ticket_id: str) -> None:
+        """As Transport.retire. A pull that has begun keeps the arrays until it ends."""
+        with self._guard:
+            uuid, _ = self._published.pop(ticket_id, (None, 0))
+            if uuid is None:
+                return
+            # The library takes local wall-clock time. A clock that is set meanwhile moves the end of a tombstone only.
+            until = datetime.datetime.now() + datetime.timedelta(seconds=TOMBSTONE_SECONDS)
+            self._server.await_pull(uuid, [], timeout=until)
+            self._tombstones_until = time.monotonic() + TOMBSTONE_SECONDS + 3
+        self._changed.set()
+
+    def fetch(
+        self, ticket: Ticket, deadline: float, cancelled: Callable[[], bool] = never
+    ) -> list[np.ndarray]:
+        """As Transport.fetch. A ticket that the producer never had is a "timeout": the library does not say."""
+        shapes = check_ticket(ticket, self.name)
+        name = f"ticket {ticket['id'][:8]}... of {ticket.get('address')}"
+        check_time(deadline, cancelled, name)
+        self._spend(ticket["id"], name)
+        padded = list(zip(ticket["padded_rows"], ticket["row_bytes"], strict=True))
+        moved = [index for index, (count, size) in enumerate(shapes) if count and size]
+        fetched = [np.empty(shape, np.uint8) for shape in shapes]
+        if not moved:
+            return fetched
+        peer = ticket.get("address"), ticket.get("start")
+        connection = self._idle.take(peer) or self._server.connect(peer[0])
+        try:
+            sharding = SingleDeviceSharding(self._device)
+            wanted = [jax.ShapeDtypeStruct(padded[index], np.uint8, sharding=sharding) for index in moved]
+            pulled = connection.pull(ticket["uuid"], wanted)
+            _wait(pulled, deadline, cancelled, name)
+            for index, array in zip(moved, pulled, strict=True):
+                fetched[index][:] = np.asarray(array)[: shapes[index][0]]
+        except BaseException as error:
+            connection._poison_connection()
+            if isinstance(error, jax.errors.JaxRuntimeError):
+                raise TransportError(_meaning(str(error)), f"{name}: {error}") from None
+            raise
+        self._idle.give(peer, connection)
+        return fetched
+
+    def usage(self) -> dict[str, int]:
+        """As Transport.usage."""
+        with self._guard:
+            held = sum(size for _, size in self._published.values())
+            return {"tickets": len(self._published), "bytes": held, "quarantined_bytes": 0}
+
+    def close(self) -> None:
+        """As Transport.close. The library's own threads stay until the process ends."""
+        for ticket_id in list(self._published):
+            self.retire(ticket_id)
+        self._idle.close()
+        self._closed = True
+        self._changed.set()
+
+    def _spend(self, ticket_id: str, name: str) -> None:
+        with self._guard:
+            if ticket_id in self._spent:
+                raise TransportError("unknown_ticket", f"{name}: was fetched before, and can be only once")
+            self._spent[ticket_id] = None
+            if len(self._spent) > _SPENT_REMEMBERED:
+                self._spent.popitem(last=False)
+
+    def _beat(self) -> None:
+        while not self._closed:
+            # Without tombstones there is nothing to expire, and the thread sleeps until there is.
+            self._changed.wait()
+            self._changed.clear()
+            while not self._closed and time.monotonic() < self._tombstones_until:
+                time.sleep(HEARTBEAT_SECONDS)
+                with self._guard:
+                    self._server.await_pull(_HEARTBEAT_UUID, [])
+
+
+def _serve(host: str, port: int, device: jax.Device) -> Any:
+    """The library's server, on this host's address only. Raises ConfigError where it cannot listen."""
+    try:
+        address = _bracketed(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+        return transfer.start_transfer_server(
+            device.client,
+            f"{address}:{port}",
+            [f"{address}:0"] * SOCKETS,
+            max_num_parallel_copies=PARALLEL_COPIES,
+            transfer_size=COPY_BYTES,
+        )
+    except (OSError, OverflowError, jax.errors.JaxRuntimeError) as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error}; choose an address of this machine and a free port (0: any)"
+        ) from None
+
+
+def _bracketed(host: str | int) -> str:
+    return f"[{host}]" if ":" in str(host) else str(host)
+
+
+def _wait(pulled: Sequence[jax.Array], deadline: float, cancelled: Callable[[], bool], name: str) -> None:
+    """Until all arrays are there or have failed. Polled, since the library's own wait knows no deadline."""
+    pause = 0.0001
+    while not all(array.is_ready() for array in pulled):  # type: ignore[attr-defined]
+        check_time(deadline, cancelled, name)
+        time.sleep(pause)
+        pause = min(2 * pause, _MOST_WAIT_SECONDS)
+
+
+def _meaning(words: str) -> TransportErrorKind:
+    return next((kind for said, kind in _MEANINGS if said in words), "lost")
