@@ -410,6 +410,11 @@ class Engine:
             transfers=None if self.connector is None else self.connector.stats(),
         )
 
+    def wake(self) -> None:
+        """Something was asked of the engine: a step that waits need not wait on. From any thread."""
+        if self.connector is not None:
+            self.connector.wake()
+
     def close(self) -> None:
         """End what goes on with other engines. The engine is of no use afterwards."""
         if self.connector is not None:

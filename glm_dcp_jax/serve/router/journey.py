@@ -14,6 +14,8 @@ from glm_dcp_jax.serve.router.releases import Held
 from glm_dcp_jax.serve.router.reply import Reply
 
 _LOG = logging.getLogger(__name__)
+_GRACE_SECONDS = 0
+"""How long a prefill server goes on for a client that has left: nothing to it, but enough for what it has just sent."""
 
 
 class Journey:
@@ -67,6 +69,18 @@ class Journey:
         self._warn("a decode server has to do all of it (%s)", failure)
 
     async def _ask_prefill(self, backend: Backend, content: bytes, deadline: float) -> None:
+        """Hold what `backend` hands over. When this is cancelled, its answer may be on the way, and is waited for."""
+        leg = asyncio.ensure_future(self._hold(backend, content, deadline))
+        try:
+            await asyncio.shield(leg)
+        except asyncio.CancelledError:
+            await asyncio.wait((leg,), timeout=_GRACE_SECONDS)
+            raise
+        finally:
+            leg.cancel()
+            await asyncio.gather(leg, return_exceptions=True)
+
+    async def _hold(self, backend: Backend, content: bytes, deadline: float) -> None:
         connect, url, began = self._context.connect, backend.url + self._path, time.monotonic()
         try:
             with backend.busy():
