@@ -11,7 +11,8 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from glm_dcp_jax.config import EngineConfig
-from glm_dcp_jax.engine.engine import Engine, EngineStats
+from glm_dcp_jax.engine.engine import Engine
+from glm_dcp_jax.engine.engine_stats import EngineStats
 from glm_dcp_jax.engine.lockstep import Leader
 from glm_dcp_jax.engine.outputs import RequestOutput
 from glm_dcp_jax.engine.sampling_params import SamplingParams

@@ -1,70 +1,40 @@
 """The engine: requests in, steps run one after the other, outputs out. Not thread-safe; one caller steps it."""
 
-import itertools
 import logging
 from collections import deque
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import sha256
 
 from glm_dcp_jax.cache.allocator import PageAllocator
 from glm_dcp_jax.cache.capacity import capacity_lines
-from glm_dcp_jax.cache.prefix_cache import PrefixCache, PrefixCacheStats
+from glm_dcp_jax.cache.prefix_cache import PrefixCache
 from glm_dcp_jax.config import ConfigError, EngineConfig, ModelConfig, SamplingDefaults, sampling_defaults
 from glm_dcp_jax.config.flags import option_of
 from glm_dcp_jax.engine.batch import BatchMaker, shape_of
-from glm_dcp_jax.engine.detokenizer import Detokenizer
 from glm_dcp_jax.engine.draft_stats import DraftStats
-from glm_dcp_jax.engine.exchange_stats import ExchangeTotals
-from glm_dcp_jax.engine.kv_connector import KVConnector, TransferStats, make_connector
+from glm_dcp_jax.engine.engine_stats import EngineStats
+from glm_dcp_jax.engine.kv_connector import KVConnector, make_connector, wish_of
 from glm_dcp_jax.engine.landing import Landed, Landing, land
-from glm_dcp_jax.engine.logit_rules import LogitRules, bad_word_tokens
 from glm_dcp_jax.engine.outputs import Logprob
+from glm_dcp_jax.engine.requests import RequestMaker
 from glm_dcp_jax.engine.runner import Flight, Runner
 from glm_dcp_jax.engine.sampling import Scores
-from glm_dcp_jax.engine.sampling_params import ParameterError, SamplingParams, check_vocabulary
+from glm_dcp_jax.engine.sampling_params import SamplingParams
 from glm_dcp_jax.engine.scheduler import Scheduler
 from glm_dcp_jax.engine.sequence import Progress, Request, Sequence
 from glm_dcp_jax.engine.slot_columns import SlotColumns
 from glm_dcp_jax.engine.tokenizer import Tokenizer
-from glm_dcp_jax.engine.waiting import check_priority, require_room
+from glm_dcp_jax.engine.waiting import require_room
 from glm_dcp_jax.engine.work import Work
 from glm_dcp_jax.model.locate import locate_model
 from glm_dcp_jax.model.safetensors_reader import Checkpoint
 from glm_dcp_jax.parallel import processes
-from glm_dcp_jax.transfer.references import Reference, Wish
+from glm_dcp_jax.transfer.references import Wish
 
 _log = logging.getLogger(__name__)
 _IDLE_SECONDS = 0.02
 """How long a step waits where nothing can run; whatever comes ends it."""
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """Counts at one moment. cache_usage: 0 to 1. prompt_tokens, generation_tokens: totals since the start.
-
-    cache_dtype: the record format in use.
-
-    preemptions: how often a sequence lost its pages. prefix_cache: tokens that were looked for, and found. drafts: of
-    speculative decoding.
-
-    compiles_after_warm_up: programs compiled while serving; anything but 0 is a defect. exchanges: between DCP ranks.
-    transfers: with other engines, None without --kv-transfer-config.
-    """
-
-    running: int
-    waiting: int
-    cache_usage: float
-    num_pages: int
-    cache_dtype: str
-    prompt_tokens: int
-    generation_tokens: int
-    preemptions: int
-    prefix_cache: PrefixCacheStats
-    drafts: DraftStats
-    compiles_after_warm_up: int
-    exchanges: ExchangeTotals
-    transfers: TransferStats | None
 
 
 class Engine:
@@ -96,14 +66,14 @@ class Engine:
         columns = SlotColumns(runner.idle_slot, runner.layout.pages_for(runner.max_model_len))
         page_tokens = runner.layout.virtual_block if self.scheduler.rows > 1 else None
         self._batches = BatchMaker(columns, model.vocab_size, page_tokens)
-        self.connector = _connector(config, model, runner, checkpoint)
+        self.connector = make_connector(config, model, runner, checkpoint)
         self._flights: deque[tuple[Work, Flight, list[int]]] = deque()
         self._ahead = 1 if config.scheduler.async_scheduling else 0
-        self._arrivals = itertools.count()
+        self._maker = RequestMaker(config, model, tokenizer, self.max_model_len, prefixes)
         self._eos = frozenset(model.eos_token_ids)
         self._requests: dict[str, Request] = {}
         self._owner: dict[Sequence, Request] = {}
-        self._prompt_tokens = self._generation_tokens = self._unseeded = 0
+        self._prompt_tokens = self._generation_tokens = 0
         self._drafts = DraftStats.of(self.scheduler.rows - 1)
         shards = config.parallel.dcp_indexer_shards
         _log.info("KV cache records: %s; indexer shards: %d", runner.blueprint.formats, shards)
@@ -149,115 +119,37 @@ class Engine:
 
         Raises ValueError if it can never run (too long, unknown tokens, a duplicate id), QueueFull if too much waits.
         """
-        wish = self._wish(params)
+        wish, ids = wish_of(params, self.connector), list(prompt_token_ids)
         try:
-            self._add_request(request_id, list(prompt_token_ids), params, prompt, priority, cache_salt, wish)
+            self._maker.check(ids, params, priority)
+            if request_id in self._requests:
+                raise ValueError(f"request id {request_id!r} is in use")
+            self._add(self._maker.make(request_id, ids, params, prompt, priority, cache_salt), wish)
         except Exception:
             if wish.brings is not None and self.connector is not None:
                 self.connector.drop(wish.brings)
             raise
 
-    def _wish(self, params: SamplingParams) -> Wish:
-        if not params.kv_transfer_params:
-            return Wish()
-        if self.connector is None:
-            raise ParameterError(
-                "kv_transfer_params",
-                "kv_transfer_params: this engine takes no part in prefill/decode disaggregation; start it with "
-                "--kv-transfer-config",
-            )
-        return self.connector.wish(params)
-
-    def _add_request(
-        self,
-        request_id: str,
-        ids: list[int],
-        params: SamplingParams,
-        prompt: str | None,
-        priority: int,
-        cache_salt: str,
-        wish: Wish,
-    ) -> None:
-        self.check_prompt(ids)
-        check_vocabulary(params, self.model_config.vocab_size)
-        if params.stop_strings and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
-        if request_id in self._requests:
-            raise ValueError(f"request id {request_id!r} is in use")
-        check_priority(priority, self.config.scheduler.scheduling_policy)
+    def _add(self, request: Request, wish: Wish) -> None:
         if self.config.scheduler.limits_queue:
             waiting = {self._owner[sequence] for sequence in self.scheduler.waiting}
-            require_room(self.config.scheduler, waiting, len(ids))
-        limit = self.max_model_len
-        if params.max_tokens is not None:
-            limit = min(limit, len(ids) + params.max_tokens)
-        seed = params.seed
-        if seed is None:
-            # Unseeded requests differ from one another, yet a rerun of the same program repeats itself.
-            seed = self.config.seed + 0x9E3779B1 * self._unseeded
-            self._unseeded += 1
-        sequences = [
-            Sequence(
-                index=index,
-                tokens=list(ids),
-                prompt_length=len(ids),
-                limit=limit,
-                seed=seed + 0x85EBCA77 * index,
-                params=params,
-                detokenizer=Detokenizer(self.tokenizer, params)
-                if self.tokenizer is not None and params.detokenize
-                else None,
-                priority=priority,
-                arrival=next(self._arrivals),
-                keys=self.scheduler.prefixes.keys(ids, cache_salt),
-                rules=self._rules(ids, params),
-            )
-            for index in range(params.n)
-        ]
-        for follower in sequences[1:]:
-            follower.leader = sequences[0]
+            require_room(self.config.scheduler, waiting, len(request.prompt_token_ids))
+        request.leaves = wish.leaves
         if wish.brings is not None and self.connector is not None:
-            self._expect(request_id, wish.brings, sequences[0])
-        request = Request(request_id, prompt, ids, sequences, wish.leaves)
-        self._requests[request_id] = request
-        for sequence in sequences:
+            self.connector.bring(request, wish.brings)
+        self._requests[request.request_id] = request
+        for sequence in request.sequences:
             self._owner[sequence] = request
             self.scheduler.add(sequence)
-        self._prompt_tokens += len(ids)
-
-    def _expect(self, request_id: str, reference: Reference, sequence: Sequence) -> None:
-        """Its prompt's cache is elsewhere; of a request's sequences the first brings it for all."""
-        assert self.connector is not None
-        if sequence.reports_prompt or sequence.prompt_length < 2:
-            self.connector.drop(reference)  # every row of the prompt is computed here
-        else:
-            sequence.remote = self.connector.expect(request_id, reference, sequence)
-
-    def _rules(self, ids: list[int], params: SamplingParams) -> LogitRules | None:
-        if not params.changes_logits:
-            return None
-        words = (
-            bad_word_tokens(params.bad_words, self.tokenizer) if params.bad_words and self.tokenizer else ()
-        )
-        return LogitRules(params, ids, self._eos, words, self.model_config.vocab_size)
+        self._prompt_tokens += len(request.prompt_token_ids)
 
     def check_prompt(self, ids: Ids[int]) -> None:
         """Raise ValueError unless these tokens can be a prompt: not empty, in the vocabulary, room for one more."""
-        if not ids:
-            raise ValueError("the prompt is empty; it needs at least one token")
-        if len(ids) >= self.max_model_len:
-            raise ValueError(
-                f"This model's maximum context length is {self.max_model_len} tokens, but the prompt has {len(ids)}, "
-                "which leaves no room for output"
-            )
-        self.check_tokens(ids)
+        self._maker.check_prompt(ids)
 
     def check_tokens(self, ids: Ids[int]) -> None:
         """Raise ValueError for a token outside the vocabulary."""
-        vocabulary = self.model_config.vocab_size
-        wrong = next((token for token in ids if not 0 <= token < vocabulary), None)
-        if wrong is not None:
-            raise ValueError(f"token id {wrong} is not in the vocabulary (0 to {vocabulary - 1})")
+        self._maker.check_tokens(ids)
 
     def abort(self, request_id: str) -> Progress | None:
         """End a request now and free its pages. Returns how far it came, None if it is unknown or finished."""
@@ -457,16 +349,6 @@ class Engine:
         del self._requests[request.request_id]
         for sequence in request.sequences:
             del self._owner[sequence]
-
-
-def _connector(
-    config: EngineConfig, model: ModelConfig, runner: Runner, checkpoint: Checkpoint | None
-) -> KVConnector | None:
-    if config.transfer is None:
-        return None
-    connector = make_connector(config, config.transfer, model, runner, checkpoint)
-    runner.compile_too(connector.compilations())
-    return connector
 
 
 def _check_alike(config: EngineConfig, model: ModelConfig, defaults: SamplingDefaults) -> None:

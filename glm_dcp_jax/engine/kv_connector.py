@@ -22,7 +22,7 @@ from glm_dcp_jax.config.transfer import TransferConfig
 from glm_dcp_jax.engine.pool_access import PoolAccess
 from glm_dcp_jax.engine.runner import Runner
 from glm_dcp_jax.engine.sampling_params import ParameterError, SamplingParams
-from glm_dcp_jax.engine.sequence import Sequence
+from glm_dcp_jax.engine.sequence import Request, Sequence
 from glm_dcp_jax.model.safetensors_reader import Checkpoint
 from glm_dcp_jax.transfer.consumer import Consumer
 from glm_dcp_jax.transfer.fingerprint import PROTOCOL, Fingerprint, model_id, record_id
@@ -104,10 +104,6 @@ class KVConnector:
                 self._wake,
             )
 
-    def compilations(self) -> list[Callable[[], object]]:
-        """All programs that it may run, for warm-up."""
-        return self._access.compilations(self.config.produces, self.config.consumes)
-
     # ---- requests
 
     def wish(self, params: SamplingParams) -> Wish:
@@ -138,13 +134,17 @@ class KVConnector:
             )
         return wish
 
-    def expect(self, request_id: str, reference: Reference, sequence: Sequence) -> Remote:
-        """A sequence has come whose cache is elsewhere."""
+    def bring(self, request: Request, reference: Reference) -> None:
+        """A request has come whose prompt's cache is elsewhere: its first sequence brings it, for all of them."""
         assert self._consumer is not None
-        load = Load(request_id, reference, token_digest(sequence.tokens))
+        sequence = request.sequences[0]
+        if sequence.reports_prompt or sequence.prompt_length < 2:
+            self.drop(reference)  # every row of the prompt is computed here
+            return
+        load = Load(request.request_id, reference, token_digest(sequence.tokens))
         self._sequences[load] = sequence
         self._consumer.expect(load)
-        return Remote(load, self._consumer)
+        sequence.remote = Remote(load, self._consumer)
 
     def keep(self, request_id: str, sequence: Sequence, table: PageTable) -> dict[str, Any]:
         """A prompt is computed: hold its pages for a consumer. Returns the kv_transfer_params for it."""
@@ -248,12 +248,17 @@ class KVConnector:
 
 def make_connector(
     config: EngineConfig,
-    transfer: TransferConfig,
     model: ModelConfig,
     runner: Runner,
     checkpoint: Checkpoint | None,
-) -> KVConnector:
-    """An engine's connector. Raises ConfigError as KVConnector does."""
+) -> KVConnector | None:
+    """An engine's connector, whose programs the runner compiles too; None if its configuration has none.
+
+    Raises ConfigError as KVConnector does.
+    """
+    transfer = config.transfer
+    if transfer is None:
+        return None
     caches, layout = runner.caches(), runner.layout
     row_bytes = sum(caches.row_bytes(part) for part in PARTS)
     tokens = piece_tokens(transfer.integer("piece_bytes"), row_bytes, runner.max_model_len)
@@ -281,4 +286,19 @@ def make_connector(
         row_bytes,
         tokens,
     )
-    return KVConnector(transfer, fingerprint, PoolAccess(caches, runner, tokens))
+    access = PoolAccess(caches, runner, tokens)
+    runner.compile_too(access.compilations(transfer.produces, transfer.consumes))
+    return KVConnector(transfer, fingerprint, access)
+
+
+def wish_of(params: SamplingParams, connector: KVConnector | None) -> Wish:
+    """What a request asks for. Raises ParameterError for what this engine has no part in."""
+    if not params.kv_transfer_params:
+        return Wish()
+    if connector is None:
+        raise ParameterError(
+            "kv_transfer_params",
+            "kv_transfer_params: this engine takes no part in prefill/decode disaggregation; start it with "
+            "--kv-transfer-config",
+        )
+    return connector.wish(params)

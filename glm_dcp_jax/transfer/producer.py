@@ -106,8 +106,10 @@ class Producer:
         return reference.as_params(list(held.pages), self.fingerprint.tp, self.fingerprint.dcp)
 
     def release(self, reference: Reference) -> bool:
-        """Nobody will come for it. Returns whether it was held."""
-        return reference.engine_id == self.engine_id and self._offers.drop(reference.key, "it was released")
+        """Nobody will come for it. Returns whether it was held, and nobody had come."""
+        return reference.engine_id == self.engine_id and self._offers.drop(
+            reference.key, "it was released", unopened=True
+        )
 
     @property
     def held(self) -> int:
@@ -265,7 +267,9 @@ class Producer:
         return {"lost": self._offers.beat(keys)}
 
     def _drop(self, conversation: _Conversation, message: dict[str, Any]) -> dict[str, Any]:
-        return {"ended": self._offers.drop(_text(message, "key"), "its consumer does not want it")}
+        return {
+            "ended": self._offers.drop(_text(message, "key"), "its consumer does not want it", unopened=True)
+        }
 
 
 def _known(conversation: _Conversation) -> Fingerprint:

@@ -14,7 +14,7 @@ from glm_dcp_jax.serve.router.releases import Held
 from glm_dcp_jax.serve.router.reply import Reply
 
 _LOG = logging.getLogger(__name__)
-_GRACE_SECONDS = 0
+_GRACE_SECONDS = 0.25
 """How long a prefill server goes on for a client that has left: nothing to it, but enough for what it has just sent."""
 
 

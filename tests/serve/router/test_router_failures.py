@@ -1,6 +1,7 @@
 """What goes wrong on either leg, and that no cache is left behind."""
 
 import json
+import os
 import socket
 import time
 
@@ -205,6 +206,30 @@ def test_a_client_that_leaves_during_prefill_takes_the_request_with_it(router, f
     ended(router, "disconnected")
     assert fleet.prefill[1].seen == fleet.decode[0].seen == []
     kept(router, fleet)
+
+
+def test_a_client_that_leaves_while_prefill_answers_leaves_no_cache_behind(router, fleet):
+    fleet.prefill[0].script = answer({"kv_transfer_params": PARAMS}, delay=0.1)
+    connection = begin(router)
+    wait_until(lambda: fleet.prefill[0].running == 1)
+    connection.close()
+    released(router, fleet)
+    ended(router, "disconnected")
+    assert fleet.prefill[0].cut_off == 0 and fleet.decode[0].seen == []
+
+
+def test_clients_that_leave_at_any_moment_leave_no_connections_behind(router, fleet):
+    fleet.decode[0].script = fleet.decode[1].script = HANG
+    before = len(os.listdir("/proc/self/fd"))
+    for crowd in range(4):
+        connections = [begin(router) for _ in range(40)]
+        time.sleep(0.02 * crowd)
+        for connection in connections:
+            time.sleep(0.002)
+            connection.close()
+    wait_until(lambda: router.metric("requests_total", outcome="disconnected") == 160)
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before + 1)  # the test's own client
+    assert all(backend.in_flight == 0 for backend in router.context.backends)
 
 
 @pytest.mark.parametrize("script", [HANG, stream(b"data: 1\n\n", hang_at=0)], ids=["headers", "first byte"])
