@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 
 from glm_dcp_jax.cache.records import IndexKeyFormat
 from glm_dcp_jax.kernels.cost import Cost
-from glm_dcp_jax.kernels.index_keys import gather_index_keys, write_index_keys
+from glm_dcp_jax.kernels.index_keys import (
+    gather_index_keys,
+    pack_index_keys,
+    unpack_index_keys,
+    write_index_keys,
+)
 from glm_dcp_jax.kernels.index_keys.cost import write_cost
 
 sys.path.append(str(Path(__file__).parents[1] / "oracle"))
@@ -172,3 +177,54 @@ def test_declared_bytes_are_what_the_kernel_moves(
     pool = random_pool(index, block_size, 3)
     jax.block_until_ready(write_index_keys(pool, 1, slots, keys, index, block_size, "interpret"))
     assert moved() == write_cost(KEYS, keys.dtype.itemsize, index)
+
+
+def keys_of(pool: np.ndarray, slot: int, index: IndexKeyFormat, block_size: int) -> np.ndarray:
+    """One slot's key in every layer as it is kept, [FULL, key]; zeros for a slot that there is not."""
+    width = index.key_bytes if index.quantised else index.width
+    if not 0 <= slot < SLOTS:
+        return np.zeros((FULL, width), pool.dtype)
+    if not index.quantised:
+        return pool[:, slot]
+    block, at = divmod(slot, block_size)
+    scales = block_size * index.width + 4 * at
+    codes = pool[:, block, at * index.width : (at + 1) * index.width]
+    return np.concatenate([codes, pool[:, block, scales : scales + 4]], axis=1)
+
+
+class TestPacking:
+    @settings(max_examples=20, deadline=None)
+    @given(seeds, written_slots, st.sampled_from(FORMATS))
+    def test_every_layers_keys_at_the_same_slots_in_one_buffer(self, seed, slots, form):
+        kind, width, block_size = form
+        index = IndexKeyFormat(kind, width)
+        pool = random_pool(index, block_size, seed)
+        packed = np.asarray(pack_index_keys(pool, slots, index, block_size))
+        wanted = np.stack([keys_of(pool, int(slot), index, block_size) for slot in slots], axis=1)
+        assert packed.dtype == pool.dtype and packed.tobytes() == wanted.tobytes()
+
+    @settings(max_examples=20, deadline=None)
+    @given(seeds, written_slots, st.sampled_from(FORMATS))
+    def test_unpacking_is_the_inverse_and_touches_nothing_else(self, seed, slots, form):
+        kind, width, block_size = form
+        index = IndexKeyFormat(kind, width)
+        source, target = random_pool(index, block_size, seed), random_pool(index, block_size, seed + 1)
+        packed = pack_index_keys(source, slots, index, block_size)
+        found = np.asarray(unpack_index_keys(jnp.asarray(target), slots, packed, index, block_size))
+        real = {int(slot) for slot in slots if 0 <= slot < SLOTS}
+        for slot in range(SLOTS):
+            wanted = source if slot in real else target
+            assert (
+                keys_of(found, slot, index, block_size).tobytes()
+                == keys_of(wanted, slot, index, block_size).tobytes()
+            )
+
+    def test_what_does_not_fit_is_refused(self):
+        index = IndexKeyFormat("e4m3", 6)
+        pool = random_pool(index, 3, 0)
+        with pytest.raises(ValueError, match="slots is float32"):
+            pack_index_keys(pool, np.zeros(2, np.float32), index, 3)
+        with pytest.raises(ValueError, match="pool is"):
+            pack_index_keys(pool, np.zeros(2, np.int32), index, 4)
+        with pytest.raises(ValueError, match="packed is"):
+            unpack_index_keys(pool, np.zeros(2, np.int32), np.zeros((FULL, 2, 6), np.uint8), index, 3)

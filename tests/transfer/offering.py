@@ -24,8 +24,8 @@ class Clock:
 class Producer:
     """Offers over a fake clock; `freed` lists the requests whose pages have come back."""
 
-    def __init__(self, clock: Clock | None = None) -> None:
-        self.clock = clock or Clock()
+    def __init__(self) -> None:
+        self.clock = Clock()
         self.offers = Offers(LEASE, self.clock)
         self.freed: list[str] = []
 

@@ -10,12 +10,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from glm_dcp_jax.transfer.offers import Held, Offers, Refused
 
 LEASE = 30
-PROMPTS = (b"one", b"two")
 LATER = {"finished": "used", "failed": "used", "expired": "expired", "dropped": "dropped"}
 
-attempts = st.integers(0, 3)
-consumers = st.sampled_from("ab")
+consumers = st.sampled_from("aaab")
+digests = st.sampled_from([b"one", b"one", b"two"])
 ranks = st.frozensets(st.integers(0, 3), max_size=3)
+attempts = st.sampled_from([0, 0, 0, 0, -1, 1, 2])
+"""Relative to the latest."""
 
 
 @dataclass
@@ -46,7 +47,8 @@ class Transfers(RuleBasedStateMachine):
         self.refused: dict[str, int] = {}
 
     def draw(self, data: st.DataObject) -> Model:
-        return data.draw(st.sampled_from(self.models))
+        """An offer, rather one that has not ended."""
+        return data.draw(st.sampled_from(sorted(self.models, key=lambda model: model.ending is not None)))
 
     def objection(self, model: Model, attempt: int | None = None) -> str | None:
         """Why the registry must refuse."""
@@ -54,7 +56,7 @@ class Transfers(RuleBasedStateMachine):
             return LATER[model.ending]
         if self.now >= model.deadline:
             return "expired"
-        if attempt is not None and (attempt == 0 or attempt != model.attempt):
+        if attempt is not None and (attempt < 1 or attempt != model.attempt):
             return "stale_attempt"
         return None
 
@@ -75,7 +77,7 @@ class Transfers(RuleBasedStateMachine):
         return model.ending == "finished"
 
     @precondition(lambda self: len(self.models) < 4)
-    @rule(digest=st.sampled_from(PROMPTS))
+    @rule(digest=digests)
     def add(self, digest: bytes) -> None:
         def give_back() -> None:
             assert model.ending or self.ending_now, "still offered"
@@ -93,8 +95,9 @@ class Transfers(RuleBasedStateMachine):
     @rule(
         data=st.data(),
         consumer=consumers,
-        digest=st.sampled_from(PROMPTS),
-        readers=st.dictionaries(st.integers(0, 2), ranks, max_size=3),
+        digest=digests,
+        readers=st.dictionaries(st.integers(0, 2), ranks, max_size=3)
+        | st.just({0: frozenset({0, 1}), 1: frozenset({2})}),
     )
     def open(self, data: st.DataObject, consumer: str, digest: bytes, readers: dict) -> None:
         model = self.draw(data)
@@ -116,6 +119,7 @@ class Transfers(RuleBasedStateMachine):
     @rule(data=st.data(), attempt=attempts)
     def start_reading(self, data: st.DataObject, attempt: int) -> None:
         model = self.draw(data)
+        attempt += model.attempt
         reading = ExitStack()
         held = self.expects(
             self.objection(model, attempt),
@@ -135,12 +139,14 @@ class Transfers(RuleBasedStateMachine):
     @rule(data=st.data(), attempt=attempts)
     def confirm(self, data: st.DataObject, attempt: int) -> None:
         model = self.draw(data)
+        attempt += model.attempt
         self.expects(self.objection(model, attempt), lambda: self.offers.confirm(model.key, attempt))
 
     @precondition(lambda self: self.models)
     @rule(data=st.data(), attempt=attempts, readers=ranks, ok=st.sampled_from([True, True, True, False]))
     def ack(self, data: st.DataObject, attempt: int, readers: frozenset, ok: bool) -> None:
         model = self.draw(data)
+        attempt += model.attempt
         late = self.objection(model, attempt) is not None
         self.ending_now = not late
         ended = self.offers.ack(model.key, attempt, readers, ok)

@@ -3,40 +3,29 @@
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from offering import ALL, ENDINGS, LEASE, Clock, Producer
+from offering import ALL, ENDINGS, LEASE, Producer
 
 from glm_dcp_jax.transfer.offers import Refused
 
 
-class YieldingClock(Clock):
-    """Lets other threads run while the registry asks for the time: in the middle of its decisions."""
-
-    def __call__(self) -> float:
-        now = self.now
-        time.sleep(0)
-        return now
-
-
-@pytest.fixture(autouse=True)
-def switching_often() -> Iterator[None]:
-    """Threads take turns as often as they can, so that a race is met in a short test."""
-    usual = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(usual)
-
-
 def at_once(*calls: Callable[[], object]) -> list[object]:
-    """The answers of calls that start together, each in a thread of its own."""
+    """The answers of calls that start together, each in a thread of its own.
+
+    The threads let one another run at every function call and return, so that a race is met in a short test.
+    """
     start = threading.Barrier(len(calls))
 
     def started(call: Callable[[], object]) -> object:
         start.wait(30)
-        return call()
+        sys.setprofile(lambda *_: time.sleep(0))
+        try:
+            return call()
+        finally:
+            sys.setprofile(None)
 
     with ThreadPoolExecutor(len(calls)) as threads:
         return [each.result(30) for each in [threads.submit(started, call) for call in calls]]
@@ -45,8 +34,8 @@ def at_once(*calls: Callable[[], object]) -> list[object]:
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_readers_and_those_who_end_the_offer(ending):
     """A reader that got in finds its pages until it leaves; however many threads end the offer, it ends once."""
-    for _ in range(100):
-        p = Producer(YieldingClock())
+    for _ in range(50):
+        p = Producer()
         key = p.opened()
 
         def read(p: Producer = p, key: str = key) -> int:
@@ -75,7 +64,7 @@ def test_readers_and_those_who_end_the_offer(ending):
 
 
 def test_readers_that_leave_an_ended_offer_together():
-    for _ in range(300):
+    for _ in range(50):
         p = Producer()
         key = p.opened()
         readings = [p.offers.reading(key, 1) for _ in range(4)]
@@ -90,8 +79,8 @@ def test_readers_that_leave_an_ended_offer_together():
 
 def test_everybody_at_once():
     """Whichever of the ways to end comes first, the offer ends in one way, and the others are refused or late."""
-    for _ in range(100):
-        p = Producer(YieldingClock())
+    for _ in range(50):
+        p = Producer()
         key = p.opened()
 
         def use(p: Producer = p, key: str = key) -> None:
