@@ -37,7 +37,8 @@ class LoadFailed(Exception):
 
 @dataclass
 class Times:
-    """When a load came how far, in seconds of time.monotonic(); 0 for not yet. asking, fetching: spent in all."""
+    """When a load came how far, in seconds of time.monotonic(); 0 for not yet. asking, fetching: spent in all, the
+    packing of a piece beside the fetching of the one before it."""
 
     expected: float = 0.0
     begun: float = 0.0
@@ -46,6 +47,19 @@ class Times:
     confirmed: float = 0.0
     asking: float = 0.0
     fetching: float = 0.0
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds of a load that has ended well. wait: for pages. open: connection, handshake, key. read: all pieces.
+        confirm: that the lease held. Of read, pack and fetch are what the two sides were busy with."""
+        return {
+            "wait": self.begun - self.expected,
+            "open": self.opened - self.begun,
+            "read": self.fetched - self.opened,
+            "confirm": self.confirmed - self.fetched,
+            "pack": self.asking,
+            "fetch": self.fetching,
+        }
 
 
 @dataclass(eq=False)

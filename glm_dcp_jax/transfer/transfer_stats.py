@@ -1,13 +1,16 @@
 """What transfers came to, counted since the start."""
 
 import threading
+from collections import deque
 from dataclasses import dataclass, field
 
-from glm_dcp_jax.transfer.loads import Load, LoadFailed
+from glm_dcp_jax.transfer.loads import Load, LoadFailed, Times
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 BYTES = tuple(float(2**power) for power in range(16, 40, 2))
 RUNS = (1.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10_000.0, 30_000.0, 100_000.0, 1_000_000.0)
+
+_RECENT = 256
 
 
 @dataclass
@@ -35,7 +38,8 @@ class Distribution:
 @dataclass(frozen=True)
 class Received:
     """A consumer's counts at one moment. failed: by kind. wasted_bytes: received for loads that then failed or were
-    cancelled. unheard: messages that no producer answered."""
+    cancelled. unheard: messages that no producer answered. phases: seconds in all, see Times; recent: of the last loads,
+    each."""
 
     seconds: Distribution
     bytes: Distribution
@@ -44,6 +48,8 @@ class Received:
     cancelled: int
     wasted_bytes: int
     unheard: int
+    phases: dict[str, float]
+    recent: list[dict[str, float]]
 
 
 class ConsumerStats:
@@ -57,6 +63,8 @@ class ConsumerStats:
             Distribution(RUNS),
         )
         self._failed: dict[str, int] = {}
+        self._phases: dict[str, float] = dict.fromkeys(Times().phases, 0.0)
+        self._recent: deque[dict[str, float]] = deque(maxlen=_RECENT)
         self._cancelled = self._wasted_bytes = self._unheard = 0
 
     def add(self, load: Load, failure: LoadFailed | None) -> None:
@@ -66,6 +74,9 @@ class ConsumerStats:
                 self._seconds.add(load.times.confirmed - load.times.begun)
                 self._bytes.add(load.received_bytes)
                 self._runs.add(load.runs)
+                self._recent.append(load.times.phases)
+                for phase, seconds in load.times.phases.items():
+                    self._phases[phase] += seconds
                 return
             self._wasted_bytes += load.received_bytes
             if load.is_cancelled():
@@ -89,4 +100,6 @@ class ConsumerStats:
                 self._cancelled,
                 self._wasted_bytes,
                 self._unheard,
+                dict(self._phases),
+                list(self._recent),
             )
