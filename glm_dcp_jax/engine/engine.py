@@ -274,7 +274,8 @@ class Engine:
     def _let_go(self, sequence: Sequence) -> None:
         """It has ended by itself. Its prompt's pages may be wanted elsewhere."""
         request = self._owner[sequence]
-        if not request.leaves or sequence.index or sequence.table is None or self.connector is None:
+        is_computed = sequence.table is not None and sequence.computed >= sequence.prompt_length
+        if not request.leaves or sequence.index or not is_computed or self.connector is None:
             self.scheduler.remove(sequence)
             return
         table = self.scheduler.keep(sequence)

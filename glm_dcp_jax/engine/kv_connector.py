@@ -26,7 +26,7 @@ from glm_dcp_jax.engine.sequence import Request, Sequence
 from glm_dcp_jax.model.safetensors_reader import Checkpoint
 from glm_dcp_jax.transfer.consumer import Consumer
 from glm_dcp_jax.transfer.fingerprint import PROTOCOL, Fingerprint, model_id, record_id
-from glm_dcp_jax.transfer.loads import Ended, Landed, Load, LoadFailed, token_digest
+from glm_dcp_jax.transfer.loads import Landed, Load, LoadFailed, token_digest
 from glm_dcp_jax.transfer.offers import Held
 from glm_dcp_jax.transfer.packing import PARTS
 from glm_dcp_jax.transfer.pieces import piece_tokens
@@ -52,6 +52,7 @@ class Remote:
 
     load: Load
     consumer: Consumer
+    forget: Callable[[Load], object]
 
     def begin(self, start: int, end: int) -> None:
         """The sequence has pages, and holds what is before `start`."""
@@ -60,6 +61,7 @@ class Remote:
     def abandon(self) -> None:
         """It is not wanted any more."""
         self.consumer.cancel(self.load)
+        self.forget(self.load)
 
 
 class KVConnector:
@@ -144,7 +146,7 @@ class KVConnector:
         load = Load(request.request_id, reference, token_digest(sequence.tokens))
         self._sequences[load] = sequence
         self._consumer.expect(load)
-        sequence.remote = Remote(load, self._consumer)
+        sequence.remote = Remote(load, self._consumer, self._sequences.pop)
 
     def keep(self, request_id: str, sequence: Sequence, table: PageTable) -> dict[str, Any]:
         """A prompt is computed: hold its pages for a consumer. Returns the kv_transfer_params for it."""
@@ -200,10 +202,10 @@ class KVConnector:
         ended = []
         for event in self._consumer.events():
             if event.load.is_cancelled():
-                self._sequences.pop(event.load, None)
-            elif isinstance(event, Landed):
+                continue
+            if isinstance(event, Landed):
                 self._unpack(event)
-            elif isinstance(event, Ended):
+            else:
                 ended.append((self._sequences.pop(event.load), event.failure))
         return ended
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from glm_dcp_jax.config import ConfigError
 from glm_dcp_jax.transfer.fingerprint import PROTOCOL, Fingerprint, check_alike
-from glm_dcp_jax.transfer.loads import Ended, Landed, Load, LoadFailed, checked
+from glm_dcp_jax.transfer.loads import Ended, Landed, Load, LoadFailed, check_promise, checked
 from glm_dcp_jax.transfer.packing import Part
 from glm_dcp_jax.transfer.pieces import Piece, cut
 from glm_dcp_jax.transfer.pulse import Pulses
@@ -148,6 +148,8 @@ class Consumer:
         """Open the key and read what is waiting, piece by piece; pieces that have landed stay."""
         if load.failure is not None:
             raise load.failure
+        if load.is_cancelled():
+            raise LoadFailed("cancelled", "nobody wants it any more")
         reference = load.reference
         greeting = min(deadline, time.monotonic() + self._handshake_seconds)
         with _failing(), connect(*reference.address, self._secret, greeting) as peer:
@@ -223,14 +225,15 @@ class Consumer:
         ticket = answer.get("ticket")
         if not isinstance(ticket, dict):
             raise LoadFailed("corrupt", "the producer sent no ticket")
-        began = time.monotonic()
-        arrays = self._transport.fetch(ticket, conversation.deadline, load.is_cancelled)
-        load.times.fetching += time.monotonic() - began
         piece = Piece.of(producer.geometry, self._fingerprint.geometry, start, end)
         row_bytes: dict[Part, int] = {
             "records": self._row_bytes("records", producer.mtp),
             "keys": self._row_bytes("keys", producer.mtp),
         }
+        check_promise(piece, ticket, row_bytes)
+        began = time.monotonic()
+        arrays = self._transport.fetch(ticket, conversation.deadline, load.is_cancelled)
+        load.times.fetching += time.monotonic() - began
         load.received_bytes += sum(array.nbytes for array in arrays)
         load.runs += piece.runs
         given = checked(piece, arrays, answer.get("crcs"), row_bytes)

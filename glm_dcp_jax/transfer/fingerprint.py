@@ -16,6 +16,7 @@ PROTOCOL = 1
 """Raised with every change of what is said or of what bytes mean."""
 _SAMPLE_BYTES = 64
 _SAMPLED_TENSORS = 4096
+_MOST_RANKS, _MOST = 4096, 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,9 @@ class Fingerprint:
             value = getattr(self, field.name)
             if type(value) is not field.type:
                 raise ConfigError(f"fingerprint: {field.name} is {value!r}, but must be {field.type}")
+        numbers = [getattr(self, field.name) for field in fields(self) if field.type is int]
+        if not 1 <= self.tp <= _MOST_RANKS or max(numbers) > _MOST:  # nobody's arrays get larger than that
+            raise ConfigError(f"fingerprint: more than {_MOST_RANKS} ranks, or a number above {_MOST}")
         if self.tp < 1 or self.dcp < 1 or self.tp % self.dcp or self.piece_tokens < 1:
             raise ConfigError(
                 f"fingerprint: tp {self.tp}, dcp {self.dcp}, piece_tokens {self.piece_tokens} cannot be"

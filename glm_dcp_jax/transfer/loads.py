@@ -132,6 +132,16 @@ def token_digest(token_ids: list[int]) -> bytes:
     return sha256(np.asarray(token_ids, np.int32).tobytes()).digest()
 
 
+def check_promise(piece: Piece, ticket: dict[str, Any], row_bytes: dict[Part, int]) -> None:
+    """Raise LoadFailed for a ticket of other arrays than the plan has, before there is any memory for them."""
+    shapes = [(count, row_bytes[part]) for part in PARTS for count in piece.rows(part) if count]
+    promised = [ticket.get("rows"), ticket.get("row_bytes")]
+    if promised != [[count for count, _ in shapes], [size for _, size in shapes]]:
+        raise LoadFailed(
+            "corrupt", f"the producer offers other arrays than {shapes[:8]}: {str(promised)[:200]}"
+        )
+
+
 def checked(
     piece: Piece, arrays: list[np.ndarray], crcs: Any, row_bytes: dict[Part, int]
 ) -> dict[Part, list[np.ndarray]]:

@@ -131,6 +131,19 @@ class Offers:
                     offer.deadline = max(offer.deadline, self._clock() + self.lease * RENEWAL)
         return lost
 
+    def held(self, key: str) -> Held:
+        """What is held under a key.
+
+        Errors: Refused.
+        """
+        with self._lock:
+            return self._find(key).held
+
+    def is_held(self, key: str) -> bool:
+        """Whether it can still be opened, or read by whoever has."""
+        with self._lock:
+            return not isinstance(self._look_up(key), Refused)
+
     def confirm(self, key: str, attempt: int) -> None:
         """Say that the pages have been held until now, so whatever this attempt has read of them is right.
 

@@ -13,7 +13,8 @@ from glm_dcp_jax.cache.placement import Layout
 from glm_dcp_jax.transfer.packing import NOTHING, PARTS, Part
 from glm_dcp_jax.transfer.plan import Plan, Runs, Side, make_plan
 
-_SMALLEST, _GROWTH = 16, 4
+_SMALL = (16, 64)
+_LARGE = 256
 
 
 @dataclass(frozen=True)
@@ -105,18 +106,19 @@ class Piece:
 
 
 def bucket(rows: int) -> int:
-    """The size that programs are compiled for which holds so many rows: 16, 64, 256, ..."""
-    size = _SMALLEST
-    while size < rows:
-        size *= _GROWTH
-    return size
+    """The size that programs are compiled for which holds so many rows: 16, 64, 256, 512, 1024, ..."""
+    for size in _SMALL:
+        if rows <= size:
+            return size
+    return max(_LARGE, 1 << (rows - 1).bit_length())
 
 
 def buckets(most: int) -> list[int]:
     """All sizes up to the one that holds `most` rows."""
-    sizes = [_SMALLEST]
-    while sizes[-1] < most:
-        sizes.append(sizes[-1] * _GROWTH)
+    sizes, size = [], 1
+    while not sizes or sizes[-1] < most:
+        sizes.append(bucket(size))
+        size = sizes[-1] + 1
     return sizes
 
 

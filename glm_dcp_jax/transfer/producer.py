@@ -52,13 +52,16 @@ class ProducerStats:
     offers: OfferStats | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class _Conversation:
-    """What a connection has come to. consumer: its fingerprint, once both sides have checked it."""
+    """What a connection has come to. consumer: its fingerprint, once both sides have checked it.
+
+    tickets: published and not taken yet, with their keys.
+    """
 
     consumer: Fingerprint | None = None
     starts: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
-    tickets: set[str] = field(default_factory=set)
+    tickets: dict[str, str] = field(default_factory=dict)
 
 
 class _Wrong(Exception):
@@ -85,6 +88,7 @@ class Producer:
         self._transport, self._pack, self._lease = transport, pack, lease
         self._offers = Offers(lease)
         self._stats, self._lock = ProducerStats(), threading.Lock()
+        self._conversations: set[_Conversation] = set()
         self._closed = threading.Event()
         self._listener = Listener(host, port, secret, self._serve, "kv-control")
         self._reaper = threading.Thread(target=self._reap, name="kv-reaper", daemon=True)
@@ -134,11 +138,21 @@ class Producer:
         while not self._closed.wait(min(REAPER_SECONDS, self._lease / 4)):
             for request_id in self._offers.expire():
                 _log.warning("request %s: nobody came for its cache within its lease", request_id)
+            self._retire_ended()
+
+    def _retire_ended(self) -> None:
+        """What was published of offers that have ended: a consumer that stands still keeps its connection for ever."""
+        for conversation in list(self._conversations):
+            for ticket, key in list(conversation.tickets.items()):
+                if not self._offers.is_held(key):
+                    conversation.tickets.pop(ticket, None)
+                    self._transport.retire(ticket)
 
     # ---- conversations
 
     def _serve(self, peer: Peer) -> None:
         conversation = _Conversation()
+        self._conversations.add(conversation)
         try:
             while True:
                 message, _ = peer.receive(None)
@@ -155,7 +169,8 @@ class Producer:
                 else:
                     peer.send(answer)
         finally:
-            for ticket in conversation.tickets:
+            self._conversations.remove(conversation)
+            for ticket in list(conversation.tickets):
                 self._transport.retire(ticket)
 
     def _answer(self, conversation: _Conversation, message: dict[str, Any]) -> dict[str, Any]:
@@ -170,7 +185,8 @@ class Producer:
             "beat": self._beat,
             "drop": self._drop,
         }
-        handle = does.get(message.get("do", ""))
+        asked = message.get("do")
+        handle = does.get(asked) if isinstance(asked, str) else None
         if handle is None:
             raise _Wrong(f"there is no request {message.get('do')!r:.100}; these are {', '.join(does)}")
         return handle(conversation, message)
@@ -193,15 +209,15 @@ class Producer:
         digest = _hex(message, "digest")
         if not start < length:
             raise _Wrong(f"there are no tokens from {start} to {length}")
+        held = self._offers.held(key)
+        if length > held.length:  # before any array of that length is made
+            raise Refused("too_short", f"{held.length} tokens are held, not {length}")
         piece = Piece.of(self._geometry, consumer.geometry, start, length)
         readers: dict[int, frozenset[int]] = {}
         for plan in piece.plans.values():
             for rank, of_rank in plan.readers.items():
                 readers[rank] = readers.get(rank, frozenset()) | of_rank
         opened = self._offers.open(key, _text(message, "consumer"), digest, readers)
-        if length > opened.held.length:
-            self._offers.ack(key, opened.attempt, [], ok=False)
-            raise Refused("too_short", f"{opened.held.length} tokens are held, not {length}")
         conversation.starts[key, opened.attempt] = start, length
         return {"attempt": opened.attempt, "lease": opened.lease}
 
@@ -226,7 +242,7 @@ class Producer:
                 rows += [count for count in counts if count]
         crcs = [zlib.crc32(np.asarray(array)[:count].data) for array, count in zip(arrays, rows, strict=True)]
         ticket = self._transport.publish(arrays, rows)
-        conversation.tickets.add(ticket["id"])
+        conversation.tickets[ticket["id"]] = key
         self._count(arrays, rows)
         return {"ticket": ticket, "crcs": crcs}
 
@@ -241,7 +257,7 @@ class Producer:
         ticket = _text(message, "ticket")
         if ticket not in conversation.tickets:
             raise _Wrong("this conversation published no such ticket")
-        conversation.tickets.remove(ticket)
+        del conversation.tickets[ticket]
         self._transport.retire(ticket)
         return {}
 

@@ -84,6 +84,6 @@ class Pulses:
                 peer.close()
             return None
         for key in lost if isinstance(lost, list) else []:
-            if key in references:
+            if isinstance(key, str) and key in references:
                 self._lost(references[key])
         return peer

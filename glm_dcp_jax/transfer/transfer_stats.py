@@ -38,8 +38,8 @@ class Distribution:
 @dataclass(frozen=True)
 class Received:
     """A consumer's counts at one moment. failed: by kind. wasted_bytes: received for loads that then failed or were
-    cancelled. unheard: messages that no producer answered. phases: seconds in all, see Times; recent: of the last loads,
-    each."""
+    cancelled. unheard: messages that no producer answered. phases: seconds in all, see Times; recent: of each of the
+    last loads."""
 
     seconds: Distribution
     bytes: Distribution

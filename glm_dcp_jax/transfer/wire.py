@@ -50,7 +50,7 @@ def connect(host: str, port: int, secret: bytes, deadline: float) -> Peer:
         connection = socket.create_connection((host, port), timeout=left)
     except TimeoutError:
         raise PeerError("timeout", f"{name}: no connection in time") from None
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, ValueError) as error:  # ValueError: no host can have such a name
         raise PeerError("lost", f"{name}: cannot connect: {error}") from None
     if connection.getsockname() == connection.getpeername():
         # Loopback's own trick: a port that nobody listens on, drawn as our own end's, connects to itself.

@@ -21,7 +21,8 @@ TOKEN = 9
 class FakeEngine:
     """drafts: per request and step, of which any number is accepted. ahead: steps that start before one is read.
 
-    works: of all steps so far. contents: page -> the tokens that steps have put there.
+    works: of all steps so far. loads: sequences that were given pages for another engine's cache. contents: page -> the
+    tokens that steps have put there.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class FakeEngine:
         self.scheduler = Scheduler(self.config, self.buckets, LAYOUT, allocator, self.prefixes)
         self.ahead, self.random = ahead, random.Random(0)
         self.works: list[Work] = []
+        self.loads: list[Sequence] = []
         self.finished: list[Sequence] = []
         self.flights: deque[tuple[Work, dict[Sequence, int], set[Sequence]]] = deque()
         self.contents: dict[int, list[int]] = {}
@@ -66,6 +68,7 @@ class FakeEngine:
         """Start a step and read what is due; its work, empty if there is none."""
         work = self.scheduler.next()
         self.check(work)
+        self.loads += work.loads
         if not work.is_empty:
             self.works.append(work)
             self.compute(work)
@@ -109,6 +112,12 @@ class FakeEngine:
             self.take(sequence, epochs[sequence], count, None)
         for chunk in work.chunks:
             self.take(chunk.sequence, epochs[chunk.sequence], int(chunk.is_last), chunk.end)
+
+    def bring(self, sequence: Sequence) -> None:
+        """Another engine's cache of the prompt comes, but for its last row."""
+        for position in range(sequence.computed, sequence.prompt_length - 1):
+            self.write(sequence, position, sequence.tokens[position])
+        self.scheduler.loaded(sequence)
 
     def take(self, sequence: Sequence, epoch: int, count: int, end: int | None) -> None:
         sequence.in_flight -= count > 0

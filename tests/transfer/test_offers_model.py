@@ -76,7 +76,7 @@ class Transfers(RuleBasedStateMachine):
             model.ending = "finished"
         return model.ending == "finished"
 
-    @precondition(lambda self: len(self.models) < 4)
+    @precondition(lambda self: sum(model.ending is None for model in self.models) < 3)
     @rule(digest=digests)
     def add(self, digest: bytes) -> None:
         def give_back() -> None:

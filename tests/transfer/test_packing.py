@@ -214,5 +214,6 @@ class TestPieces:
         assert piece_tokens(10**9, 100, 1000) == 512
 
     def test_buckets_are_few(self):
-        assert [bucket(rows) for rows in (0, 1, 16, 17, 65)] == [16, 16, 16, 64, 256]
-        assert buckets(300) == [16, 64, 256, 1024]
+        assert [bucket(rows) for rows in (0, 1, 16, 17, 65, 257, 512)] == [16, 16, 16, 64, 256, 512, 512]
+        assert buckets(300) == [16, 64, 256, 512]
+        assert buckets(1) == [16]

@@ -106,12 +106,8 @@ class Journey:
         raise ApiError("no decode server can be reached", 502)
 
     async def _relay(self, backend: Backend, content: bytes, reply: Reply) -> int:
-        metrics, patience, began = (
-            self._context.metrics,
-            self._context.settings.decode_timeout,
-            time.monotonic(),
-        )
-        url = backend.url + self._path
+        metrics, url, began = self._context.metrics, backend.url + self._path, time.monotonic()
+        patience = self._context.settings.decode_timeout
         async with ask_decode(self._context.connect, url, content, self._headers, patience) as answer:
             metrics.took("decode_first_byte_seconds", time.monotonic() - began)
             if answer.response.is_success:
