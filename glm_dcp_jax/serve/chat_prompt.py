@@ -4,10 +4,10 @@ import asyncio
 from functools import cache, partial
 
 from glm_dcp_jax.engine.tokenizer import Tokenizer
-from glm_dcp_jax.serve.daemon_pool import DaemonPool
 from glm_dcp_jax.serve.errors import ApiError
 from glm_dcp_jax.serve.limits import encode_within
 from glm_dcp_jax.serve.protocol import Conversation
+from glm_dcp_jax.transfer.daemon_pool import DaemonPool
 
 RENDER_SECONDS = 10.0
 """How long a template may take, its wait for a thread included."""

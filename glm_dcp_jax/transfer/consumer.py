@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 _ATTEMPTS = 2
 """How often a key is opened: once more where a connection broke."""
 _LAST_WORD_SECONDS = 2.0
-"""What telling a producer that a load has failed may take: its lease says the same later."""
+"""What telling a producer how a load has ended may take: its lease says the same later."""
 
 
 class Consumer:
@@ -161,9 +161,21 @@ class Consumer:
             load.times.fetched = time.monotonic()
             conversation.say("confirm")
             load.times.confirmed = time.monotonic()
-            # What was read is right, whether or not the producer hears of it.
-            with contextlib.suppress(PeerError):
-                conversation.say("ack", readers=list(range(self._fingerprint.dcp)), ok=True)
+            self._acknowledge(peer, load)
+
+    def _acknowledge(self, peer: Peer, load: Load) -> None:
+        """What was read is right, whether or not the producer hears of it; nobody waits long for that."""
+        message = {
+            "do": "ack",
+            "key": load.reference.key,
+            "attempt": load.attempt,
+            "readers": list(range(self._fingerprint.dcp)),
+            "ok": True,
+        }
+        try:
+            peer.request(message, time.monotonic() + _LAST_WORD_SECONDS)
+        except PeerError:
+            self._talkers.submit(self._say, load.reference, message)
 
     def _open(self, peer: Peer, load: Load, deadline: float) -> int:
         """Take the key for this load. Returns the attempt's number."""

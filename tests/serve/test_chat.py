@@ -154,7 +154,7 @@ async def test_templates_that_loop_for_long_time_out_and_hold_up_nothing_but_tem
 
 def test_a_template_that_never_ends_does_not_keep_the_process_alive():
     script = (
-        "import threading; from glm_dcp_jax.serve.daemon_pool import DaemonPool; "
+        "import threading; from glm_dcp_jax.transfer.daemon_pool import DaemonPool; "
         "DaemonPool(1, 'x').submit(threading.Event().wait)"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=20)

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from glm_dcp_jax.cache.placement import Layout
 from glm_dcp_jax.transfer.consumer import Consumer
 from glm_dcp_jax.transfer.fingerprint import PROTOCOL, Fingerprint
 from glm_dcp_jax.transfer.loads import Ended, Landed, Load, LoadFailed, token_digest

@@ -22,7 +22,7 @@ WAYS = {
     "nixl-shm": ("nixl", {"grace_seconds": GRACE_SECONDS}, {}),
 }
 """Name -> transport, its options, environment. NIXL takes shared memory between processes of one machine if it may."""
-BIG: list[Shape] = [(8192, 8192, 8192)]
+BIG: list[Shape] = [(2048, 2048, 8192)]
 SMALL: list[Shape] = [(64, 64, 1152)]
 
 
@@ -155,7 +155,7 @@ def test_a_stopped_producer_is_a_timeout_when_due_and_nothing_is_written_late(pa
         assert (result, cancelled) == ("timeout", "cancelled")
         assert 1.0 <= took < 1.5
     if pair.way == "nixl-tcp":
-        assert unfinished >= 2 * 64 * MIB, "a read that may still write must keep its landing place"
+        assert unfinished >= 2 * 16 * MIB, "a read that may still write must keep its landing place"
     for ticket in tickets:
         pair.producer.call("retire", ticket_id=ticket["id"])
     pair.assert_nothing_is_held()
@@ -165,7 +165,7 @@ def test_a_stopped_producer_is_a_timeout_when_due_and_nothing_is_written_late(pa
 
 def test_a_killed_producer_is_lost_at_once_and_its_successor_is_another(pair):
     victim = pair.start()
-    tickets = [victim.publish(SMALL, seed) for seed in range(3)]
+    tickets = [victim.publish(SMALL, seed) for seed in range(4)]
     assert pair.consumer.fetch(tickets[0], SMALL, 0) == "right"
 
     victim.signal(signal.SIGSTOP)
@@ -183,11 +183,12 @@ def test_a_killed_producer_is_lost_at_once_and_its_successor_is_another(pair):
     assert after == ("timeout" if pair.way == "jax" else "lost")
     pair.assert_nothing_is_held(pair.consumer)
 
-    port = tickets[0].get("port") or int(tickets[0].get("address", ":0").rpartition(":")[2])
-    successor = pair.start(**({} if pair.way.startswith("nixl") else {"port": port}))
+    address = str(tickets[0].get("port") or tickets[0].get("address"))
+    port = {} if pair.way.startswith("nixl") else {"port": int(address.rpartition(":")[2])}
+    successor = pair.start(**port)
     ticket = successor.publish(SMALL, 9)
     old = {"tcp": "unknown_ticket", "jax": "timeout"}.get(pair.way, "lost")
-    assert pair.consumer.fetch(tickets[2], SMALL, 2, seconds=0.5) == old
+    assert pair.consumer.fetch(tickets[3], SMALL, 3, seconds=0.5) == old
     assert pair.consumer.fetch(ticket, SMALL, 9) == "right"
     successor.kill()
 
