@@ -8,19 +8,23 @@ import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from glm_dcp_jax.config import EngineConfig
 from glm_dcp_jax.engine.engine import Engine
 from glm_dcp_jax.engine.engine_stats import EngineStats
+from glm_dcp_jax.engine.kv_connector import wish_of
 from glm_dcp_jax.engine.lockstep import Leader
 from glm_dcp_jax.engine.outputs import RequestOutput
-from glm_dcp_jax.engine.sampling_params import SamplingParams
+from glm_dcp_jax.engine.sampling_params import ParameterError, SamplingParams
 from glm_dcp_jax.engine.sequence import Progress
 
 _log = logging.getLogger(__name__)
 _LAST_STEP_SECONDS = 10
 """How long a shutdown waits for the step in progress: a process that hangs may keep it from ending."""
+_CLOSE_SECONDS = 10
+"""How long it then waits for what goes on with other engines."""
 Result = TypeVar("Result")
 
 
@@ -57,6 +61,12 @@ class _Mailbox:
             raise latest
         return latest.output()
 
+    def left(self) -> RequestOutput | None:
+        """The last output of a request that has finished, if nobody has taken it."""
+        with self._lock:
+            latest, self._latest = self._latest, None
+        return latest.output() if isinstance(latest, Progress) and latest.finished else None
+
 
 class AsyncEngine:
     """Runs an Engine in a thread of its own. The engine is touched by that thread only; others post it calls.
@@ -75,6 +85,8 @@ class AsyncEngine:
         self._ready = self._stopping = False
         self._failure: Exception | None = None
         self._stats = engine.stats()
+        if engine.connector is not None:
+            engine.connector.on_event = self._notify
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -93,25 +105,32 @@ class AsyncEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Cumulative outputs, the last one finished. Closing the generator early aborts the request.
 
-        priority, cache_salt: as in Engine.add_request.
+        priority, cache_salt: as in Engine.add_request. From the first step of the generator on, a cache that the
+        request brings is the engine's concern: however it ends, its producer hears of it.
 
         Raises ValueError for a request that cannot run, QueueFull if too much waits, EngineDead when the engine has
         stopped.
         """
         mailbox = _Mailbox()
-        added = False
+        seen = added = False
 
         def add() -> None:
-            nonlocal added
+            nonlocal seen, added
+            seen = True  # whether it takes the request or refuses it, the engine sees to what that brings
             self._call(
                 "add_request", request_id, prompt_token_ids, params, priority=priority, cache_salt=cache_salt
             )
             self._mailboxes[request_id] = mailbox
             added = True
 
-        def abort_if_added() -> None:
+        def leave() -> None:
             if added:
                 self._abort(request_id)
+                self._release(mailbox.left())
+
+        def drop_unseen(left: "Future[None]") -> None:
+            if not seen:
+                self.drop_remote(params.kv_transfer_params)
 
         finished = False
         try:
@@ -123,7 +142,7 @@ class AsyncEngine:
         finally:
             if not finished:
                 # Also when cancelled before `add` has run: calls run in the order they were posted.
-                self._post(abort_if_added)
+                self._post(leave).add_done_callback(drop_unseen)
 
     async def abort(self, request_id: str) -> None:
         """End a request; its generator gets a last output with finish_reason abort."""
@@ -136,9 +155,29 @@ class AsyncEngine:
         """
         return await asyncio.wrap_future(self._post(lambda: self._call("reset_prefix_cache")))
 
+    def drop_remote(self, params: Any) -> None:
+        """A request with these kv_transfer_params will not come: a cache that they name need not be held for it.
+
+        Its producer hears of it soon. Nothing happens for params that this engine could not take up. From any thread.
+        """
+        connector = self._engine.connector
+        with contextlib.suppress(ParameterError):
+            wish = wish_of(SamplingParams(extra_args={"kv_transfer_params": params}), connector)
+            if connector is not None and wish.brings is not None:
+                connector.drop(wish.brings)
+
+    def release_remote(self, params: Any) -> bool:
+        """Nobody will come for a cache that this engine holds. Returns whether it was held. From any thread.
+
+        Raises ParameterError for params that no producer gave out.
+        """
+        connector = self._engine.connector
+        return connector is not None and connector.release(params)
+
     def stats(self) -> EngineStats:
-        """Counts as of the last step."""
-        return self._stats
+        """Counts as of the last step; those of transfers as of now, since they go on without steps."""
+        connector = self._engine.connector
+        return self._stats if connector is None else replace(self._stats, transfers=connector.stats())
 
     @property
     def is_ready(self) -> bool:
@@ -156,15 +195,20 @@ class AsyncEngine:
         return self._failure
 
     def shutdown(self) -> None:
-        """Stop the thread after the step in progress; whatever still runs ends with EngineDead."""
+        """Stop the thread after the step in progress; whatever still runs ends with EngineDead, and transfers end."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
+        self._engine.wake()
         # While steps are compiled there is nothing to wait for: the thread is a daemon and holds no request.
         if self._ready and threading.current_thread() is not self._thread:
             self._thread.join(_LAST_STEP_SECONDS)
             if self._thread.is_alive():
                 _log.warning("the step in progress does not end; the process does, without it")
+        if self._engine.connector is not None:
+            closing = threading.Thread(target=self._engine.close, name="kv-close", daemon=True)
+            closing.start()
+            closing.join(_CLOSE_SECONDS)
 
     def _post(self, call: Callable[[], Result]) -> "Future[Result]":
         """Have the engine's thread run `call` between two steps; the future carries what it returns or raises."""
@@ -175,7 +219,13 @@ class AsyncEngine:
             else:
                 self._calls.append((future, call))
                 self._wake.notify()
+        self._engine.wake()
         return future
+
+    def _notify(self) -> None:
+        """Something has come from another engine, or has been given back by one. From any thread."""
+        with self._wake:
+            self._wake.notify()
 
     def _dead(self) -> EngineDead:
         return EngineDead(
@@ -191,6 +241,11 @@ class AsyncEngine:
         mailbox = self._mailboxes.pop(request_id, None)
         if progress is not None and mailbox is not None:
             mailbox.put(progress)
+
+    def _release(self, output: RequestOutput | None) -> None:
+        """Nobody will read this output, so nobody will come for the cache that it offers."""
+        if output is not None and output.kv_transfer_params is not None:
+            self.release_remote(output.kv_transfer_params)
 
     def _run(self) -> None:
         try:

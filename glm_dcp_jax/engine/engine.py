@@ -215,7 +215,8 @@ class Engine:
             elif connector.config.kv_load_failure_policy == "recompute":
                 self.scheduler.not_loaded(sequence)
             else:
-                self._fail_request(sequence, f"its cache did not arrive ({failure.kind}): {failure}")
+                _log.error("request %s failed: %s", self._owner[sequence].request_id, failure)
+                self._fail_request(sequence, f"the KV cache of its prompt did not arrive ({failure.kind})")
                 changed[self._owner[sequence]] = None
 
     def _must_know_all(self) -> bool:
@@ -320,9 +321,9 @@ class Engine:
         self.scheduler.remove(sequence)
 
     def _fail_request(self, sequence: Sequence, why: str) -> None:
-        """All sequences of its request: they were to share what failed."""
+        """All sequences of its request: they were to share what failed. why: for whoever asked."""
         request = self._owner[sequence]
-        _log.error("request %s: %s", request.request_id, why)
+        request.error = why
         for each in request.sequences:
             each.finish_reason = each.finish_reason or "error"
             self.scheduler.remove(each)

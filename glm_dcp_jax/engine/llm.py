@@ -1,7 +1,9 @@
 """Offline inference, with vLLM's names: `LLM(model=...).generate(prompts, sampling_params)`."""
 
+import atexit
 import dataclasses
 import threading
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from os import PathLike
@@ -41,6 +43,9 @@ class LLM:
         from glm_dcp_jax.engine.engine import Engine  # loads jax, so only after prepare()
 
         self.engine = Engine.from_config(dataclasses.replace(config, scheduler=unlimited))
+        if self.engine.connector is not None:
+            # An engine that goes takes leave of others. Registered now, so that at exit it comes before jax's own end.
+            atexit.register(weakref.finalize(self.engine, self.engine.connector.close))
         self._next_id = 0
         self._one_caller = threading.Lock()
 
@@ -116,6 +121,13 @@ class LLM:
 
         with self._one_caller:
             return compute_logits(self.engine, _token_ids(token_ids), capture)
+
+    def shutdown(self) -> None:
+        """End what goes on with other engines: caches that are on their way here, and those that are held for others.
+
+        Nothing can be generated afterwards. What is not shut down is when it is garbage, or when the process ends.
+        """
+        self.engine.close()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """SamplingParams with what the checkpoint's generation_config.json suggests."""

@@ -168,6 +168,7 @@ class Request:
     """A prompt and the n sequences that continue it.
 
     leaves: whether its prompt's cache is kept for another engine; kv_transfer_params: what that one needs, once it is.
+    error: why it failed, for whoever asked.
     """
 
     request_id: str
@@ -176,6 +177,7 @@ class Request:
     sequences: list[Sequence]
     leaves: bool = False
     kv_transfer_params: dict[str, Any] | None = None
+    error: str | None = None
 
     def progress(self) -> "Progress":
         """How far it has come."""
@@ -222,4 +224,5 @@ class Progress:
             prompt_logprobs=None if first.params.prompt_logprobs is None else scores,
             num_cached_tokens=self.cached_tokens,
             kv_transfer_params=request.kv_transfer_params if self.finished else None,
+            error=request.error if self.finished else None,
         )

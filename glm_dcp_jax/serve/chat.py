@@ -11,11 +11,12 @@ from fastapi import Request as HttpRequest
 
 from glm_dcp_jax.serve.chat_prompt import chat_token_ids
 from glm_dcp_jax.serve.context import Context, context_of
-from glm_dcp_jax.serve.deltas import Delta, Usage, deltas, token_ids_body, whole_deltas
+from glm_dcp_jax.serve.deltas import Delta, Usage, deltas, token_ids_body, transfer_body, whole_deltas
 from glm_dcp_jax.serve.disconnect import while_connected
 from glm_dcp_jax.serve.errors import ApiError, json_response
 from glm_dcp_jax.serve.event_stream import EventStream
 from glm_dcp_jax.serve.generation import Work, complete, generate
+from glm_dcp_jax.serve.handover import Handover
 from glm_dcp_jax.serve.limits import check_logprobs, output_budget
 from glm_dcp_jax.serve.logprobs import chat_logprobs, prompt_logprobs_body
 from glm_dcp_jax.serve.protocol import ChatRequest
@@ -27,19 +28,20 @@ router = APIRouter()
 async def create_chat_completion(request: HttpRequest, body: ChatRequest) -> Response:
     """Answer a conversation."""
     context = context_of(request)
-    context.require_ready()
-    chat = Chat(context, body)
-    if body.stream:
-        return EventStream(chat.stream(), context.stopping)
-    return json_response(await while_connected(request.receive, context.stopping, chat.whole()))
+    handover = Handover(context.engine, body.kv_transfer_params)
+    with handover.guarded():
+        context.require_ready()
+        chat = Chat(context, body, handover)
+        if body.stream:
+            return EventStream(chat.stream(), context.stopping, handover.call_off)
+        return json_response(await while_connected(request.receive, context.stopping, chat.whole()))
 
 
 class Chat:
     """One request. Raises ApiError for what can be refused without rendering the prompt."""
 
-    def __init__(self, context: Context, body: ChatRequest) -> None:
-        self._context = context
-        self._body = body
+    def __init__(self, context: Context, body: ChatRequest, handover: Handover) -> None:
+        self._context, self._body, self._handover = context, body, handover
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
         self._head = {
             "id": self._id,
@@ -57,12 +59,14 @@ class Chat:
         """The answer, once everything is generated."""
         usage = Usage()
         [output] = await complete(self._context, [await self._work()])
+        self._handover.left(output.kv_transfer_params)
         usage.see(0, output)
         choices = [
             self._choice(delta, {"message": {"role": "assistant", "content": delta.choice.text}})
             for delta in whole_deltas(0, output)
         ]
         answer: dict[str, Any] = {**self._head, "choices": choices, "usage": usage.body()}
+        answer["kv_transfer_params"] = output.kv_transfer_params
         if self._body.prompt_logprobs is not None:
             answer["prompt_logprobs"] = prompt_logprobs_body(output.prompt_logprobs or [])
         return answer
@@ -79,6 +83,7 @@ class Chat:
                 yield {
                     **self._head,
                     "choices": [self._choice(delta, {"delta": {"content": delta.choice.text}})],
+                    **transfer_body(delta),
                 }
         if self._body.include_usage:
             yield {**self._head, "choices": [], "usage": usage.body()}
@@ -98,7 +103,7 @@ class Chat:
         )
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         params = body.sampling_params(engine.sampling_defaults, max_tokens, logprobs, detokenize=True)
-        return Work(self._id, prompt, params, "messages", body.priority, body.cache_salt)
+        return Work(self._id, prompt, params, "messages", self._handover, body.priority, body.cache_salt)
 
     def _role_chunk(self, index: int) -> dict[str, Any]:
         start = {"role": "assistant", "content": ""}

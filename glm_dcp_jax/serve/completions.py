@@ -12,12 +12,13 @@ from fastapi import Request as HttpRequest
 
 from glm_dcp_jax.engine.outputs import Logprob
 from glm_dcp_jax.serve.context import Context, context_of
-from glm_dcp_jax.serve.deltas import Delta, Usage, deltas, token_ids_body, whole_deltas
+from glm_dcp_jax.serve.deltas import Delta, Usage, deltas, token_ids_body, transfer_body, whole_deltas
 from glm_dcp_jax.serve.disconnect import while_connected
 from glm_dcp_jax.serve.echo import prompts_only, with_prompt, without_output
 from glm_dcp_jax.serve.errors import json_response
 from glm_dcp_jax.serve.event_stream import EventStream
 from glm_dcp_jax.serve.generation import Work, complete, generate
+from glm_dcp_jax.serve.handover import Handover
 from glm_dcp_jax.serve.limits import check_logprobs, encode_within, output_budget
 from glm_dcp_jax.serve.logprobs import completion_logprobs, prompt_logprobs_body
 from glm_dcp_jax.serve.protocol import CompletionRequest, Prompt
@@ -30,19 +31,20 @@ DEFAULT_MAX_TOKENS = 16
 async def create_completion(request: HttpRequest, body: CompletionRequest) -> Response:
     """Continue prompts, given as text or token ids."""
     context = context_of(request)
-    context.require_ready()
-    completion = Completion(context, body)
-    if body.stream:
-        return EventStream(completion.stream(), context.stopping)
-    return json_response(await while_connected(request.receive, context.stopping, completion.whole()))
+    handover = Handover(context.engine, body.kv_transfer_params)
+    with handover.guarded():
+        context.require_ready()
+        completion = Completion(context, body, handover)
+        if body.stream:
+            return EventStream(completion.stream(), context.stopping, handover.call_off)
+        return json_response(await while_connected(request.receive, context.stopping, completion.whole()))
 
 
 class Completion:
     """One request. Raises ApiError for what can be refused without looking at the prompts."""
 
-    def __init__(self, context: Context, body: CompletionRequest) -> None:
-        self._context = context
-        self._body = body
+    def __init__(self, context: Context, body: CompletionRequest, handover: Handover) -> None:
+        self._context, self._body, self._handover = context, body, handover
         self._id = f"cmpl-{uuid.uuid4().hex}"
         self._head = {
             "id": self._id,
@@ -58,11 +60,14 @@ class Completion:
         """The answer, once everything is generated."""
         usage = Usage()
         choices = []
-        for place, output in enumerate(await complete(self._context, await self._works())):
+        outputs = await complete(self._context, await self._works())
+        params = outputs[0].kv_transfer_params
+        self._handover.left(params)
+        for place, output in enumerate(outputs):
             shown = without_output(output) if self._body.prompt_only else output
             usage.see(place, shown)
             choices += [self._choice(delta) for delta in whole_deltas(place, shown)]
-        return {**self._head, "choices": choices, "usage": usage.body()}
+        return {**self._head, "choices": choices, "usage": usage.body(), "kv_transfer_params": params}
 
     async def stream(self) -> AsyncGenerator[dict[str, Any], None]:
         """The answer in chunks, as it is generated."""
@@ -73,7 +78,7 @@ class Completion:
             outputs = prompts_only(outputs)
         async with aclosing(deltas(outputs, usage, every_token)) as new:
             async for delta in new:
-                yield {**self._head, "choices": [self._choice(delta)]}
+                yield {**self._head, "choices": [self._choice(delta)], **transfer_body(delta)}
         if self._body.include_usage:
             yield {**self._head, "choices": [], "usage": usage.body()}
 
@@ -100,7 +105,7 @@ class Completion:
         params = body.sampling_params(
             engine.sampling_defaults, max_tokens, body.logprobs, detokenize=engine.tokenizer is not None
         )
-        return Work(request_id, prompt, params, "prompt", body.priority, body.cache_salt)
+        return Work(request_id, prompt, params, "prompt", self._handover, body.priority, body.cache_salt)
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
         """delta as an element of `choices`, behind its prompt if that is to be echoed."""

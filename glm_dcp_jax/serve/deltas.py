@@ -34,13 +34,17 @@ class Usage:
 
 @dataclass(frozen=True)
 class Delta:
-    """What is new in one choice of prompt number `place`. first: nothing of this choice came before."""
+    """What is new in one choice of prompt number `place`. first: nothing of this choice came before.
+
+    kv_transfer_params: for another engine to go on from the prompt's cache; with the end of the prompt's last choice.
+    """
 
     place: int
     choice: CompletionOutput
     prompt_token_ids: list[int]
     first: bool
     prompt_logprobs: PromptLogprobs | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 async def deltas(outputs: Outputs, usage: Usage, every_token: bool) -> AsyncGenerator[Delta, None]:
@@ -55,7 +59,10 @@ async def deltas(outputs: Outputs, usage: Usage, every_token: bool) -> AsyncGene
                     continue
                 new = cursor.advance(choice)
                 if new.text or new.finished or (every_token and new.token_ids):
-                    yield Delta(place, new, output.prompt_token_ids, cursor.first, output.prompt_logprobs)
+                    params = output.kv_transfer_params if new.finished else None
+                    yield Delta(
+                        place, new, output.prompt_token_ids, cursor.first, output.prompt_logprobs, params
+                    )
                     cursor.first = False
 
 
@@ -89,6 +96,11 @@ class _Cursor:
         self.characters, self.tokens = len(choice.text), len(choice.token_ids)
         self.finished = choice.finished
         return new
+
+
+def transfer_body(delta: Delta) -> dict[str, Any]:
+    """vLLM's field of a stream's chunk, at its top, for whoever hands the prompt's cache to another engine."""
+    return {} if delta.kv_transfer_params is None else {"kv_transfer_params": delta.kv_transfer_params}
 
 
 def token_ids_body(delta: Delta) -> dict[str, Any]:

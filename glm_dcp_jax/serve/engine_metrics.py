@@ -10,6 +10,7 @@ from glm_dcp_jax.config.engine import DECODE_PATHS
 from glm_dcp_jax.engine.draft_stats import DraftStats
 from glm_dcp_jax.engine.exchange_stats import ExchangeTotals
 from glm_dcp_jax.serve.interface import Engine
+from glm_dcp_jax.serve.transfer_metrics import TransferFamilies
 
 PREFIX = "glm_dcp:"
 LABELS = ("model_name", "engine")
@@ -48,6 +49,9 @@ class EngineCollector(Collector):
         if self._engine.config.speculative is not None:
             yield from self._drafts(stats.drafts)
         yield from self._exchanges(stats.exchanges)
+        if stats.transfers is not None:
+            labels = dict(zip(LABELS, self._labels, strict=True))
+            yield from TransferFamilies(PREFIX, labels).of(stats.transfers)
         yield self._cache_config(stats.num_pages, stats.cache_dtype)
 
     def _counters(self, counters: Mapping[str, tuple[str, float]]) -> Iterator[Metric]:

@@ -1,6 +1,6 @@
 """Errors as OpenAI's clients expect them: {"error": {"message", "type", "param", "code"}}."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -67,11 +67,17 @@ def internal_error() -> ApiError:
     return ApiError("internal error; the server's log has the details", status=500)
 
 
-def install(app: FastAPI) -> None:
-    """Answer every error of the app in OpenAI's form."""
+def install(app: FastAPI, on_invalid: Callable[[Request, Any], None] = lambda request, body: None) -> None:
+    """Answer every error of the app in OpenAI's form. on_invalid: hears of each body that is not what it should be."""
+
+    async def invalid_request(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        on_invalid(request, error.body)
+        return _explain(error.errors(), request.headers.get("content-type", "")).response()
+
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(ClientGone, _client_gone)
-    app.add_exception_handler(RequestValidationError, _invalid_request)
+    app.add_exception_handler(RequestValidationError, invalid_request)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _unforeseen)
 
@@ -99,11 +105,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 async def _unforeseen(request: Request, error: Exception) -> Response:
     return internal_error().response()
-
-
-async def _invalid_request(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    return _explain(error.errors(), request.headers.get("content-type", "")).response()
 
 
 def _explain(problems: Sequence[Any], content_type: str) -> ApiError:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -21,13 +21,20 @@ class EventStream(Response):
     """Sends each object of `events` as one `data:` line, then `data: [DONE]`.
 
     An error before the first event is an ordinary error answer; later it is an event, and the stream ends. When the
-    client goes away or `stopping` is set, `events` is closed, which aborts what it runs.
+    client goes away or `stopping` is set, `events` is closed, which aborts what it runs. However it ends, `ended` is
+    called.
     """
 
-    def __init__(self, events: AsyncGenerator[dict[str, Any], None], stopping: asyncio.Event) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[dict[str, Any], None],
+        stopping: asyncio.Event,
+        ended: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(media_type="text/event-stream")
         self._events = events
         self._stopping = stopping
+        self._ended = ended
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -43,6 +50,8 @@ class EventStream(Response):
             await self._fail(internal_error(), scope, receive, send)
         else:
             await _end(send)
+        finally:
+            self._ended()
 
     async def _send_events(self, send: Send) -> None:
         async with aclosing(self._events) as events:

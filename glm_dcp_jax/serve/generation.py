@@ -5,11 +5,12 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from glm_dcp_jax.engine.outputs import CompletionOutput, RequestOutput
+from glm_dcp_jax.engine.outputs import RequestOutput
 from glm_dcp_jax.engine.sampling_params import ParameterError, SamplingParams
 from glm_dcp_jax.engine.waiting import QueueFull
 from glm_dcp_jax.serve.context import Context
 from glm_dcp_jax.serve.errors import ApiError, internal_error
+from glm_dcp_jax.serve.handover import Handover
 from glm_dcp_jax.serve.metrics import RequestWatch
 
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
@@ -21,13 +22,14 @@ _RETRY_SECONDS = 1
 class Work:
     """One prompt to run. blame: the request field that an error about the prompt names.
 
-    priority, cache_salt: as in Engine.add_request.
+    handover: of the request it belongs to. priority, cache_salt: as in Engine.add_request.
     """
 
     request_id: str
     prompt: list[int]
     params: SamplingParams
     blame: str
+    handover: Handover
     priority: int = 0
     cache_salt: str = ""
 
@@ -36,7 +38,7 @@ async def generate(context: Context, works: Sequence[Work]) -> Outputs:
     """Run prompts concurrently: (which prompt, its cumulative output) as they come. Closing it aborts them all.
 
     Raises ApiError, after which the others are aborted: 400 for what the engine refuses, 503 when its queue is full and
-    when it has died.
+    when it has died, 500 for a request that failed.
     """
     streams = [_observed(context, work) for work in works]
     steps = {asyncio.ensure_future(_next(stream)): place for place, stream in enumerate(streams)}
@@ -79,11 +81,12 @@ async def _observed(context: Context, work: Work) -> AsyncGenerator[RequestOutpu
     )
     try:
         async with aclosing(running) as outputs:
+            work.handover.taken()
             async for output in outputs:
                 watch.see(output)
                 if output.finished:
                     reasons = [choice.finish_reason or "error" for choice in output.outputs]
-                    _require_success(output.outputs)
+                    _require_success(output)
                 yield output
     except QueueFull as error:
         reasons = []
@@ -103,6 +106,6 @@ async def _observed(context: Context, work: Work) -> AsyncGenerator[RequestOutpu
             watch.end(reasons)
 
 
-def _require_success(choices: Sequence[CompletionOutput]) -> None:
-    if any(choice.finish_reason == "error" for choice in choices):
-        raise internal_error()
+def _require_success(output: RequestOutput) -> None:
+    if any(choice.finish_reason == "error" for choice in output.outputs):
+        raise internal_error() if output.error is None else ApiError(output.error, 500)

@@ -1,7 +1,7 @@
 """What the server needs of an engine, so that it can be tested without one. AsyncEngine provides it."""
 
-from collections.abc import AsyncGenerator
-from typing import Protocol
+from collections.abc import AsyncGenerator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 from glm_dcp_jax.cache.prefix_cache import PrefixCacheStats
 from glm_dcp_jax.config import EngineConfig, SamplingDefaults
@@ -11,8 +11,12 @@ from glm_dcp_jax.engine.outputs import RequestOutput
 from glm_dcp_jax.engine.sampling_params import SamplingParams
 from glm_dcp_jax.engine.tokenizer import Tokenizer
 
-DAEMONS = ("compile", "engine")
-"""Names of the threads in which an engine compiles its steps and runs them, and which nobody waits for at the end."""
+if TYPE_CHECKING:
+    from glm_dcp_jax.engine.kv_connector import TransferStats  # loads jax
+
+DAEMONS = ("compile", "engine", "kv-close")
+"""Names of the threads in which an engine compiles its steps, runs them, and takes leave of other engines, and which
+nobody waits for at the end."""
 
 
 class EngineStats(Protocol):
@@ -66,6 +70,10 @@ class EngineStats(Protocol):
     def exchanges(self) -> ExchangeTotals:
         """What decode steps exchanged between the ranks of a DCP group."""
 
+    @property
+    def transfers(self) -> "TransferStats | None":
+        """Caches handed to other engines and taken from them; None for an engine that has no part in that."""
+
 
 class Engine(Protocol):
     """An engine that runs requests concurrently on the server's event loop."""
@@ -85,8 +93,22 @@ class Engine(Protocol):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Cumulative outputs, the last one finished. Closing it early aborts the request.
 
+        From its first step on, a cache that the request's kv_transfer_params name is the engine's concern.
+
         Raises, before the first output, ValueError for a request it cannot run and QueueFull if too much waits;
         RuntimeError when it has died.
+        """
+
+    def drop_remote(self, params: Mapping[str, Any]) -> None:
+        """A request with these kv_transfer_params will not come: another engine need not hold its cache.
+
+        Nothing is waited for, and params that name no such cache do nothing.
+        """
+
+    def release_remote(self, params: Mapping[str, Any]) -> bool:
+        """Nobody will come for a cache that this engine holds. Returns whether it was held. Nothing is waited for.
+
+        Raises ValueError for params that no engine gave out.
         """
 
     async def reset_prefix_cache(self) -> bool:

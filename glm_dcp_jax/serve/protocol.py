@@ -113,7 +113,8 @@ class GenerationRequest(Request):
     """What completions and chat have in common. None stands for SamplingParams' default.
 
     priority: lower runs first, where the engine schedules by it. cache_salt: only requests with the same one share what
-    the prefix cache holds.
+    the prefix cache holds. kv_transfer_params: where another engine holds the prompt's cache, or that it is to be held
+    here for another.
     """
 
     n: StrictInt | None = None
@@ -139,6 +140,7 @@ class GenerationRequest(Request):
     return_token_ids: bool = False
     priority: StrictInt = 0
     cache_salt: str = Field("", min_length=1)
+    kv_transfer_params: dict[str, Any] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
 
@@ -188,6 +190,9 @@ class GenerationRequest(Request):
                 include_stop_str_in_output=self.include_stop_str_in_output,
                 skip_special_tokens=self.skip_special_tokens,
                 detokenize=detokenize,
+                extra_args={"kv_transfer_params": self.kv_transfer_params}
+                if self.kv_transfer_params
+                else None,
             )
         except ParameterError as error:
             raise ApiError(str(error), param=error.field) from error
@@ -206,6 +211,14 @@ class CompletionRequest(GenerationRequest):
     logprobs: StrictInt | None = None
     echo: bool = False
     add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _one_cache_one_prompt(self) -> "CompletionRequest":
+        if self.kv_transfer_params and len(self.prompt) > 1:
+            raise _refuse(
+                "kv_transfer_params", "are for one prompt; send each of several in a request of its own"
+            )
+        return self
 
     @property
     def needs_prompt_logprobs(self) -> int | None:
@@ -262,6 +275,12 @@ class ChatRequest(GenerationRequest, Conversation):
     logprobs: bool = False
     top_logprobs: StrictInt | None = None
     add_special_tokens: bool = False
+
+
+class ReleaseRequest(Body):
+    """POST /v1/kv_transfer/release. kv_transfer_params: as the producer's answer had them."""
+
+    kv_transfer_params: dict[str, Any]
 
 
 class TokenizeRequest(Conversation):

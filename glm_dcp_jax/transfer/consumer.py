@@ -10,10 +10,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from glm_dcp_jax.config import ConfigError
+from glm_dcp_jax.transfer.daemon_pool import DaemonPool
 from glm_dcp_jax.transfer.fingerprint import PROTOCOL, Fingerprint, check_alike
 from glm_dcp_jax.transfer.loads import Ended, Landed, Load, LoadFailed, check_promise, checked
 from glm_dcp_jax.transfer.packing import Part
@@ -27,8 +27,12 @@ from glm_dcp_jax.transfer.wire import Peer, PeerError, RemoteError, connect
 _log = logging.getLogger(__name__)
 _ATTEMPTS = 2
 """How often a key is opened: once more where a connection broke."""
+_BROKEN = ("lost", "unknown_ticket")
+"""Kinds of a connection that broke: a producer takes back what it had published on it."""
 _LAST_WORD_SECONDS = 2.0
 """What telling a producer how a load has ended may take: its lease says the same later."""
+_CLOSE_SECONDS = 3.0
+"""What the threads of each kind may take to end; they are daemons, so a process ends without them."""
 
 
 class Consumer:
@@ -54,9 +58,9 @@ class Consumer:
         self._events: deque[Landed | Ended] = deque()
         self._loads: set[Load] = set()
         self._lock = threading.Lock()
-        self._workers = ThreadPoolExecutor(workers, "kv-load")
-        self._askers = ThreadPoolExecutor(workers, "kv-ask")
-        self._talkers = ThreadPoolExecutor(2, "kv-last-word")
+        self._workers = DaemonPool(workers, "kv-load")
+        self._askers = DaemonPool(workers, "kv-ask")
+        self._talkers = DaemonPool(2, "kv-last-word")
         self._pulses = Pulses(secret, lease, handshake_seconds, self._lost)
 
     def expect(self, load: Load) -> None:
@@ -101,15 +105,15 @@ class Consumer:
         return len(self._loads)
 
     def close(self) -> None:
-        """Give up everything that is on its way."""
+        """Give up everything that is on its way; in bounded time, whatever producers do."""
         with self._lock:
             loads = list(self._loads)
         for load in loads:
             self.cancel(load)
         self._pulses.close()
-        self._workers.shutdown(wait=True, cancel_futures=True)
-        self._askers.shutdown(wait=True, cancel_futures=True)
-        self._talkers.shutdown(wait=True)
+        self._workers.close(_CLOSE_SECONDS, finish_queued=False)
+        self._askers.close(_CLOSE_SECONDS, finish_queued=False)
+        self._talkers.close(_CLOSE_SECONDS, finish_queued=True)
 
     # ---- workers
 
@@ -140,7 +144,7 @@ class Consumer:
                 self._converse(load, waiting, deadline)
                 return
             except LoadFailed as failure:
-                if failure.kind != "lost" or attempt + 1 == _ATTEMPTS or load.is_cancelled():
+                if failure.kind not in _BROKEN or attempt + 1 == _ATTEMPTS or load.is_cancelled():
                     raise
                 _log.warning("request %s: %s; trying once more", load.request_id, failure)
 

@@ -1,5 +1,6 @@
 """A few threads for work that may take long, or never end."""
 
+import contextlib
 import queue
 import threading
 import time
@@ -40,10 +41,10 @@ class DaemonPool:
         """
         deadline = time.monotonic() + seconds
         with self._guard:
-            if not finish_queued:
-                self._cancel_queued()
             if not self._closed:
                 self._closed = True
+                if not finish_queued:
+                    self._cancel_queued()
                 for _ in self._threads:
                     self._jobs.put(None)
         for thread in self._threads:
@@ -51,18 +52,9 @@ class DaemonPool:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
     def _cancel_queued(self) -> None:
-        ends = 0
-        while True:
-            try:
-                job = self._jobs.get_nowait()
-            except queue.Empty:
-                break
-            if job is None:
-                ends += 1
-            else:
+        with contextlib.suppress(queue.Empty):
+            while job := self._jobs.get_nowait():
                 job[0].cancel()
-        for _ in range(ends):
-            self._jobs.put(None)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

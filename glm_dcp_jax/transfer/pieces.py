@@ -115,7 +115,8 @@ def bucket(rows: int) -> int:
 
 def buckets(most: int) -> list[int]:
     """All sizes up to the one that holds `most` rows."""
-    sizes, size = [], 1
+    sizes: list[int] = []
+    size = 1
     while not sizes or sizes[-1] < most:
         sizes.append(bucket(size))
         size = sizes[-1] + 1

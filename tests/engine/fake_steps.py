@@ -165,3 +165,13 @@ class FakeEngine:
                 page = chunk.sequence.pages[position // LAYOUT.virtual_block]
                 held_token = self.contents[copied.get(page, page)][position % LAYOUT.virtual_block]
                 assert held_token == chunk.sequence.tokens[position], "a page holds other tokens"
+
+
+def kinds(works: list[Work]) -> str:
+    """p: chunks alone, d: decode alone, m: both."""
+    return "".join("m" if work.decodes and work.chunks else "d" if work.decodes else "p" for work in works)
+
+
+def counts(works: list[Work]) -> list[tuple[int, ...]]:
+    """Tokens of the chunks of each step that has any."""
+    return [tuple(chunk.count for chunk in work.chunks) for work in works if work.chunks]

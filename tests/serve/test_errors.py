@@ -168,7 +168,6 @@ async def test_a_lone_surrogate_is_a_bad_request(client):
         {"structured_outputs": {"regex": "a"}},
         {"suffix": "end"},
         {"use_beam_search": True},
-        {"kv_transfer_params": {"do_remote_decode": True}},
     ],
     ids=lambda fields: next(iter(fields)),
 )

@@ -1,4 +1,4 @@
-"""A producer and a consumer without engines: what a token has is known bytes, so that whatever arrives can be checked."""
+"""A producer and a consumer without engines. What a token has is known bytes, so whatever arrives can be checked."""
 
 import threading
 import time

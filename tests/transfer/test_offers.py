@@ -43,6 +43,15 @@ def test_an_impossible_lease_is_refused(lease):
         Offers(lease)
 
 
+def test_what_is_held_can_be_asked_without_opening(p):
+    key = p.add()
+    assert p.offers.is_held(key)
+    assert p.offers.held(key).request_id == "r"
+    p.offers.drop(key)
+    assert not p.offers.is_held(key)
+    p.refuses("dropped", lambda: p.offers.held(key))
+
+
 class TestOpening:
     @pytest.mark.parametrize("forged", ["", "0" * 32, "\ud800"])
     def test_a_forged_key_is_unknown(self, p, forged):
@@ -244,6 +253,13 @@ class TestEndings:
         assert p.offers.drop(key, "the client has gone")
         with pytest.raises(Refused, match="the client has gone"):
             p.offers.open(key, "me", PROMPT, READERS)
+
+    def test_a_drop_of_what_is_unopened_leaves_what_is_opened(self, p):
+        opened, unopened = p.opened("opened"), p.add("unopened")
+        assert not p.offers.drop(opened, unopened=True)
+        assert p.offers.drop(unopened, unopened=True)
+        assert p.freed == ["unopened"]
+        p.offers.confirm(opened, 1)
 
     def test_closing_drops_all(self, p):
         p.add("a")

@@ -10,11 +10,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from glm_dcp_jax.transfer.offers import Held, Offers, Refused
 
 LEASE = 30
+READERS = {0: frozenset({0, 1}), 1: frozenset({1})}
 LATER = {"finished": "used", "failed": "used", "expired": "expired", "dropped": "dropped"}
 
-consumers = st.sampled_from("aaab")
-digests = st.sampled_from([b"one", b"one", b"two"])
-ranks = st.frozensets(st.integers(0, 3), max_size=3)
+rarely = st.sampled_from([False] * 6 + [True])
+ranks = st.frozensets(st.integers(0, 2), max_size=3)
 attempts = st.sampled_from([0, 0, 0, 0, -1, 1, 2])
 """Relative to the latest."""
 
@@ -48,7 +48,8 @@ class Transfers(RuleBasedStateMachine):
 
     def draw(self, data: st.DataObject) -> Model:
         """An offer, rather one that has not ended."""
-        return data.draw(st.sampled_from(sorted(self.models, key=lambda model: model.ending is not None)))
+        offered = [model for model in self.models if model.ending is None]
+        return data.draw(st.sampled_from(self.models if data.draw(rarely) or not offered else offered))
 
     def objection(self, model: Model, attempt: int | None = None) -> str | None:
         """Why the registry must refuse."""
@@ -76,17 +77,21 @@ class Transfers(RuleBasedStateMachine):
             model.ending = "finished"
         return model.ending == "finished"
 
-    @precondition(lambda self: sum(model.ending is None for model in self.models) < 3)
-    @rule(digest=digests)
-    def add(self, digest: bytes) -> None:
+    @precondition(lambda self: sum(model.ending is None for model in self.models) < 2)
+    @rule(opened=st.sampled_from([True, True, False]))
+    def add(self, opened: bool) -> None:
         def give_back() -> None:
             assert model.ending or self.ending_now, "still offered"
             assert not model.reads, "still read"
             model.given_back += 1
 
-        model = Model("", digest, self.now + LEASE)
-        model.key = self.offers.add(Held(str(len(self.models)), 7, digest, (1,), give_back))
+        name = str(len(self.models))
+        model = Model("", name.encode(), self.now + LEASE)
+        model.key = self.offers.add(Held(name, 7, model.digest, (1,), give_back))
         self.models.append(model)
+        if opened:
+            model.consumer, model.attempt, model.readers = "me", 1, READERS
+            self.offers.open(model.key, "me", model.digest, READERS)
 
     ending_now = False
     """Set while a call may end an offer, which the model only notes afterwards."""
@@ -94,13 +99,14 @@ class Transfers(RuleBasedStateMachine):
     @precondition(lambda self: self.models)
     @rule(
         data=st.data(),
-        consumer=consumers,
-        digest=digests,
-        readers=st.dictionaries(st.integers(0, 2), ranks, max_size=3)
-        | st.just({0: frozenset({0, 1}), 1: frozenset({2})}),
+        stranger=rarely,
+        other_prompt=rarely,
+        readers=st.dictionaries(st.integers(0, 2), ranks, max_size=3) | st.just(READERS),
     )
-    def open(self, data: st.DataObject, consumer: str, digest: bytes, readers: dict) -> None:
+    def open(self, data: st.DataObject, stranger: bool, other_prompt: bool, readers: dict) -> None:
         model = self.draw(data)
+        consumer = "stranger" if stranger else model.consumer or "me"
+        digest = b"other" if other_prompt else model.digest
         objection = self.objection(model)
         if objection is None and model.consumer not in (None, consumer):
             objection = "used"
@@ -143,18 +149,18 @@ class Transfers(RuleBasedStateMachine):
         self.expects(self.objection(model, attempt), lambda: self.offers.confirm(model.key, attempt))
 
     @precondition(lambda self: self.models)
-    @rule(data=st.data(), attempt=attempts, readers=ranks, ok=st.sampled_from([True, True, True, False]))
-    def ack(self, data: st.DataObject, attempt: int, readers: frozenset, ok: bool) -> None:
+    @rule(data=st.data(), attempt=attempts, readers=ranks, failed=rarely)
+    def ack(self, data: st.DataObject, attempt: int, readers: frozenset, failed: bool) -> None:
         model = self.draw(data)
         attempt += model.attempt
         late = self.objection(model, attempt) is not None
         self.ending_now = not late
-        ended = self.offers.ack(model.key, attempt, readers, ok)
+        ended = self.offers.ack(model.key, attempt, readers, not failed)
         self.ending_now = False
         if late:
             self.late += 1
             assert not ended
-        elif not ok:
+        elif failed:
             model.ending = "failed"
             assert ended
         else:
@@ -162,13 +168,22 @@ class Transfers(RuleBasedStateMachine):
             assert ended == self.finish_if_all_acked(model)
 
     @precondition(lambda self: self.models)
-    @rule(data=st.data())
-    def drop(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), unopened=st.sampled_from([True, True, False]))
+    def drop(self, data: st.DataObject, unopened: bool) -> None:
         model = self.draw(data)
-        held = model.ending is None
-        if held:
+        ends = model.ending is None and not (unopened and model.attempt)
+        if ends:
             model.ending = "expired" if self.now >= model.deadline else "dropped"
-        assert self.offers.drop(model.key) == held
+        assert self.offers.drop(model.key, unopened=unopened) == ends
+
+    @precondition(lambda self: self.models)
+    @rule(data=st.data())
+    def ask(self, data: st.DataObject) -> None:
+        model = self.draw(data)
+        objection = self.objection(model)
+        assert self.offers.is_held(model.key) == (objection is None)
+        held = self.expects(objection, lambda: self.offers.held(model.key))
+        assert held is None or held.digest == model.digest
 
     @precondition(lambda self: self.models)
     @rule(data=st.data())
@@ -180,12 +195,11 @@ class Transfers(RuleBasedStateMachine):
                 model.deadline = max(model.deadline, self.now + LEASE * 2 // 3)
         assert self.offers.beat([model.key for model in beaten]) == lost
 
-    @rule(seconds=st.sampled_from([1, 9, 19, 30]))
-    def wait(self, seconds: int) -> None:
+    @rule(seconds=st.sampled_from([1, 2, 5, 9, 19, 30]), reap=st.booleans())
+    def wait(self, seconds: int, reap: bool) -> None:
         self.now += seconds
-
-    @rule()
-    def expire(self) -> None:
+        if not reap:
+            return
         over = []
         for index, model in enumerate(self.models):
             if model.ending is None and self.now >= model.deadline:
