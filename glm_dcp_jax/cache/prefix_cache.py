@@ -242,6 +242,12 @@ class PrefixCache:
                 self._forget(page)
         return not self._allocator.num_used
 
+    def forget(self) -> None:
+        """Forgets the content of every page, held or not: it is gone."""
+        for page in list(self._by_page):
+            self._allocator.unkeep(page)
+            self._forget(page)
+
     def check(self) -> None:
         """Raises AllocatorError unless allocator, pages, blocks and their order agree. O(num_pages)."""
         self._allocator.check()

@@ -336,7 +336,9 @@ class Engine:
                 sequence.finish_reason = sequence.finish_reason or "error"
                 self.scheduler.remove(sequence)
             self._retire(request)
-        self.scheduler.prefixes.reset()  # now that nobody holds any page
+        if self.connector is not None:
+            self.connector.lose_caches()
+        self.scheduler.prefixes.forget()
 
     def _entries(self, scores: Scores, row: int, token: int, count: int) -> dict[int, Logprob]:
         """A row's token and the `count` likeliest ones."""

@@ -159,6 +159,7 @@ class KVConnector:
                 token_digest(prompt),
                 tuple(table.pages),
                 lambda: self._return(table),
+                self._access.generation,
             )
         )
 
@@ -190,6 +191,11 @@ class KVConnector:
     def wake(self) -> None:
         """End a `wait`."""
         self._events.set()
+
+    def lose_caches(self) -> None:
+        """A failed step took the pools: what is held for others is gone."""
+        if self._producer is not None:
+            self._producer.drop_all()
 
     def returned(self) -> list[PageTable]:
         """Pages that nobody will read any more, to be given back."""

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from glm_dcp_jax.cache.pools import Pools
-from glm_dcp_jax.transfer.packing import PARTS, Caches, Part
+from glm_dcp_jax.transfer.packing import PARTS, Caches, Part, PoolsLost
 from glm_dcp_jax.transfer.pieces import buckets, most_rows
 
 State = tuple[tuple[Pools, ...], Pools | None]
@@ -17,6 +17,10 @@ State = tuple[tuple[Pools, ...], Pools | None]
 
 class Holder(Protocol):
     """Who owns the pools: one thread at a time may start programs over them."""
+
+    @property
+    def generation(self) -> int:
+        """Of the pools: another one when they had to be made anew."""
 
     def with_pools(self, change: Callable[[State], State | None]) -> None:
         """Call with the pools as of now, and keep what comes back, if anything."""
@@ -30,13 +34,23 @@ class PoolAccess:
         self.caches, self.piece_tokens = caches, piece_tokens
         self._holder = holder
 
-    def pack(self, part: Part, slots: np.ndarray) -> list[jax.Array]:
-        """Start to pack slots [tp, N] int32; each rank's rows [N, row_bytes] uint8, on its device."""
+    @property
+    def generation(self) -> int:
+        """Of the pools."""
+        return self._holder.generation
+
+    def pack(self, part: Part, slots: np.ndarray, generation: int | None = None) -> list[jax.Array]:
+        """Start to pack slots [tp, N] int32; each rank's rows [N, row_bytes] uint8, on its device.
+
+        generation: of the pools that the slots are in, where they may have been lost; then it raises PoolsLost.
+        """
         program = self.caches.pack(part, slots.shape[1])
         placed = jax.device_put(slots, self.caches.slots_sharding)
         packed: list[jax.Array] = []
 
         def run(state: State) -> None:
+            if generation not in (None, self._holder.generation):
+                raise PoolsLost
             rows = program(self.caches.pools_of(part, *state), placed)
             shards = sorted(rows.addressable_shards, key=lambda shard: shard.index[0].start or 0)
             packed.extend(shard.data for shard in shards)

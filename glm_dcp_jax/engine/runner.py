@@ -101,6 +101,7 @@ class Runner:
         self._pool_shapes = self.blueprint.pools(self.num_pages)
         self._max_num_seqs = config.scheduler.max_num_seqs
         self._slots: Slots
+        self.generation = 0
         self.pools: tuple[Pools, ...]
         self._copier = page_copier(self.mesh, self.layout)
         self._score_prompt = PromptScorer(self.mesh, self.blueprint.shape)
@@ -276,6 +277,7 @@ class Runner:
 
     def reset_pools(self) -> None:
         """Start over with an empty, zeroed cache."""
+        self.generation += 1
         self.pools = tuple(make_pools(shapes) for shapes in self._pool_shapes)
         if self._drafter is not None:
             self._drafter.reset()

@@ -84,7 +84,8 @@ class Consumer:
 
     def drop(self, reference: Reference) -> None:
         """Tell a producer, some time soon, that nobody will come for this."""
-        self._talkers.submit(self._say, reference, {"do": "drop", "key": reference.key})
+        message = {"do": "drop", "key": reference.key, "consumer": "nobody that has opened it"}
+        self._talkers.submit(self._say, reference, message)
 
     def events(self) -> list[Landed | Ended]:
         """What has come since the last call, in order."""
@@ -128,13 +129,17 @@ class Consumer:
             failure = LoadFailed("error", f"{type(error).__name__}: {error}")
         self._forget(load)
         self.stats.add(load, failure)
-        if failure is not None:
-            self._give_up(load)
-            if not load.is_cancelled():
-                _log.warning("request %s: its cache did not arrive: %s", load.request_id, failure)
         if not load.is_cancelled():
             self._events.append(Ended(load, failure))
             self._wake()
+        if failure is not None:
+            _log.log(
+                logging.INFO if load.is_cancelled() else logging.WARNING,
+                "request %s: its cache did not arrive: %s",
+                load.request_id,
+                failure,
+            )
+            self._give_up(load)
 
     def _read(self, load: Load) -> None:
         deadline = time.monotonic() + self._transfer_seconds
@@ -272,7 +277,7 @@ class Consumer:
 
     def _give_up(self, load: Load) -> None:
         """The producer need not hold it for us any more."""
-        message: dict[str, Any] = {"do": "drop", "key": load.reference.key}
+        message: dict[str, Any] = {"do": "drop", "key": load.reference.key, "consumer": load.consumer}
         if load.attempt:
             message = {
                 "do": "ack",

@@ -12,7 +12,8 @@ class Held:
     """The rows of one finished request, in pages that are kept for one consumer.
 
     length: tokens whose rows are held. digest: sha256 of the token ids. give_back: frees the pages; called exactly
-    once, from whichever thread ends the offer or its last read, never under the registry's lock.
+    once, from whichever thread ends the offer or its last read, never under the registry's lock. generation: of the
+    pools, which change when a failed step takes them.
     """
 
     request_id: str
@@ -20,6 +21,7 @@ class Held:
     digest: bytes
     pages: tuple[int, ...]
     give_back: Callable[[], None]
+    generation: int = 0
 
 
 @dataclass(frozen=True)

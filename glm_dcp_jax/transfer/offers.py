@@ -171,14 +171,16 @@ class Offers:
                 waiting -= acked
             return self._finish_if_acked(key, offer, after)
 
-    def drop(self, key: str, reason: str = "", unopened: bool = False) -> bool:
+    def drop(self, key: str, reason: str = "", unopened: bool = False, consumer: str = "") -> bool:
         """End an offer at once, whatever its state; returns whether there was one to end.
 
-        unopened: only one that nobody has opened: who has, says by an ack that it is done, or its lease ends.
+        unopened: only one that nobody has opened, or nobody but `consumer`, who has perhaps not heard that it has: who
+        has, says by an ack that it is done, or its lease ends.
         """
+        ours = (None, consumer.encode(errors="surrogatepass"))
         with ExitStack() as after, self._lock:
             offer = self._offers.get(key)
-            if offer is None or offer.ending is not None or (unopened and offer.attempt):
+            if offer is None or offer.ending is not None or (unopened and offer.consumer not in ours):
                 return False
             self._drop(key, offer, reason, after)
             return True

@@ -34,6 +34,10 @@ NOTHING = -1
 """The slot of padding."""
 
 
+class PoolsLost(Exception):
+    """A failed step took the caches with it: what pages held then is gone."""
+
+
 @dataclass(frozen=True)
 class Caches:
     """An engine's caches: their pools' shapes, each segment's (pools of its layers) and the MTP layer's, None for none.

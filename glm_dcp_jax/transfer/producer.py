@@ -10,7 +10,7 @@ A consumer's connection says, one request after the other:
     confirm  key, attempt                              ->                        the lease holds: what was read is right
     ack      key, attempt, readers, ok                 ->                        readers are done, or have failed
     beat     keys                                      -> lost                   the leases of these go on
-    drop     key                                       ->                        nobody will come for it
+    drop     key, consumer                             ->                        nobody will come for it
 
 Each has a thread of its own; packing is only started there, on the devices' own time, between two steps of the engine.
 """
@@ -28,7 +28,7 @@ import numpy as np
 from glm_dcp_jax.config import ConfigError
 from glm_dcp_jax.transfer.fingerprint import PROTOCOL, Fingerprint, check_alike
 from glm_dcp_jax.transfer.offers import Held, Offers, OfferStats, Refused
-from glm_dcp_jax.transfer.packing import PARTS, Part
+from glm_dcp_jax.transfer.packing import PARTS, Part, PoolsLost
 from glm_dcp_jax.transfer.pieces import Piece
 from glm_dcp_jax.transfer.references import Reference
 from glm_dcp_jax.transfer.transports import Transport, TransportError
@@ -36,8 +36,9 @@ from glm_dcp_jax.transfer.wire import Listener, Peer
 
 _log = logging.getLogger(__name__)
 
-Pack = Callable[[Part, np.ndarray], list[jax.Array]]
-"""Starts the packing of slots [tp, N]; each rank's rows [N, row_bytes] uint8, on its own device."""
+Pack = Callable[[Part, np.ndarray, int], list[jax.Array]]
+"""Starts the packing of slots [tp, N] of pools of some generation; each rank's rows [N, row_bytes] uint8, on its own
+device. Raises PoolsLost where they are of another."""
 REAPER_SECONDS = 0.25
 _MOST_KEYS = 4096
 
@@ -108,6 +109,10 @@ class Producer:
             self.fingerprint.connector,
         )
         return reference.as_params(list(held.pages), self.fingerprint.tp, self.fingerprint.dcp)
+
+    def drop_all(self) -> None:
+        """The caches are gone, and nothing of them may be read any more."""
+        self._offers.close()
 
     def release(self, reference: Reference) -> bool:
         """Nobody will come for it. Returns whether it was held, and nobody had come."""
@@ -236,7 +241,7 @@ class Producer:
         rows: list[int] = []
         with self._offers.reading(key, attempt) as held:
             for part in PARTS:
-                packed = self._pack(part, piece.slots_to_pack(part, held.pages))
+                packed = self._packed(key, part, piece.slots_to_pack(part, held.pages), held.generation)
                 counts = piece.rows(part)
                 arrays += [array for array, count in zip(packed, counts, strict=True) if count]
                 rows += [count for count in counts if count]
@@ -245,6 +250,13 @@ class Producer:
         conversation.tickets[ticket["id"]] = key
         self._count(arrays, rows)
         return {"ticket": ticket, "crcs": crcs}
+
+    def _packed(self, key: str, part: Part, slots: np.ndarray, generation: int) -> list[jax.Array]:
+        try:
+            return self._pack(part, slots, generation)
+        except PoolsLost:
+            self._offers.drop(key, "the producer lost its caches")
+            raise Refused("dropped", "a failed step took the producer's caches with it") from None
 
     def _count(self, arrays: list[jax.Array], rows: list[int]) -> None:
         sent = sum(count * array.shape[1] for array, count in zip(arrays, rows, strict=True))
@@ -283,9 +295,9 @@ class Producer:
         return {"lost": self._offers.beat(keys)}
 
     def _drop(self, conversation: _Conversation, message: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "ended": self._offers.drop(_text(message, "key"), "its consumer does not want it", unopened=True)
-        }
+        key, consumer = _text(message, "key"), _text(message, "consumer")
+        ended = self._offers.drop(key, "its consumer does not want it", unopened=True, consumer=consumer)
+        return {"ended": ended}
 
 
 def _known(conversation: _Conversation) -> Fingerprint:

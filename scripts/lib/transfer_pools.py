@@ -49,6 +49,8 @@ class CacheSizes:
 class _Holder:
     """Whoever owns pools, as a runner does."""
 
+    generation = 0
+
     def __init__(self, state: State) -> None:
         self.state, self._lock = state, threading.Lock()
 

@@ -9,11 +9,28 @@ from fake_engine import FakeEngine
 from prometheus_client.parser import text_string_to_metric_families
 
 from glm_dcp_jax.config import SpeculativeConfig
+from glm_dcp_jax.engine.kv_connector import TransferStats
 from glm_dcp_jax.engine.waiting import QueueFull
+from glm_dcp_jax.transfer.loads import Load, LoadFailed
+from glm_dcp_jax.transfer.offers import OfferStats
+from glm_dcp_jax.transfer.producer import ProducerStats
+from glm_dcp_jax.transfer.references import Reference
+from glm_dcp_jax.transfer.transfer_stats import ConsumerStats
 
 pytestmark = pytest.mark.anyio
-OWN_LABELS = ("finished_reason", "path", "position", "reason")
+OWN_LABELS = ("finished_reason", "kind", "le", "outcome", "path", "phase", "position", "reason")
 COMPLETIONS = "/v1/completions"
+
+
+SENT = ProducerStats(3, 4000, 96, OfferStats(1, 9, 4, 1, 2, 1, 5, {"used": 3, "unknown": 1}))
+
+
+def load_of(*seconds: float, received: int, runs: int) -> Load:
+    """A load that began, was opened, had all its pieces and their confirmation at these times."""
+    load = Load("request", Reference("engine", "request", "127.0.0.1", 1, "0" * 32, 9, "tcp"), b"")
+    load.times.begun, load.times.opened, load.times.fetched, load.times.confirmed = seconds
+    load.received_bytes, load.runs = received, runs
+    return load
 
 
 async def scrape(client) -> dict[str, float]:
@@ -63,6 +80,7 @@ async def test_failures_are_counted(engine, client):
 
 async def test_every_metric_is_documented(engine, client):
     engine.config = replace(engine.config, speculative=SpeculativeConfig(2, "mtp"))
+    engine.transfers = TransferStats(SENT, ConsumerStats().now())
     families = text_string_to_metric_families((await client.get("/metrics")).text)
     kinds = {family.name + ("_total" if family.type == "counter" else "") for family in families}
     given = {name.removeprefix("glm_dcp:") for name in kinds if not name.endswith("_created")}
@@ -118,3 +136,41 @@ async def test_drafts_are_counted_where_there_are_any(engine, client):
     assert found["spec_decode_num_accepted_tokens_total"] == 7
     positions = [found[f"spec_decode_num_accepted_tokens_per_pos_total[{place}]"] for place in (0, 1)]
     assert positions == [5, 2]
+
+
+async def test_what_a_producer_hands_over_is_counted(engine, client):
+    assert not any("kv_transfer" in name or "nixl" in name for name in await scrape(client))
+    engine.transfers = TransferStats(SENT, None)
+    found = await scrape(client)
+    assert found["kv_transfer_held_requests"] == 1
+    assert found["kv_transfer_sent_bytes_total"] == 4000 and found["kv_transfer_padding_bytes_total"] == 96
+    outcomes = ("finished", "failed", "expired", "dropped")
+    assert [found[f"kv_transfer_offers_total[{outcome}]"] for outcome in outcomes] == [4, 1, 2, 1]
+    assert found["nixl_num_kv_expired_reqs_total"] == 2
+    assert found["nixl_num_notifications_after_expiry_total"] == 5
+    assert found["kv_transfer_refusals_total[used]"] == 3
+    assert not any("xfer" in name for name in found)
+
+
+async def test_what_a_consumer_takes_is_counted(engine, client):
+    stats = ConsumerStats()
+    stats.add(load_of(10.0, 10.1, 10.2, 10.3, received=100_000, runs=40), None)
+    stats.add(load_of(20.0, 20.0, 20.0, 22.0, received=50_000, runs=2), None)
+    stats.add(load_of(30.0, 0.0, 0.0, 0.0, received=700, runs=1), LoadFailed("expired", "late"))
+    stats.add(load_of(30.0, 0.0, 0.0, 0.0, received=0, runs=0), LoadFailed("lost", "gone"))
+    gone = load_of(40.0, 0.0, 0.0, 0.0, received=300, runs=1)
+    gone.cancel()
+    stats.add(gone, LoadFailed("cancelled", "gone"))
+    stats.count_unheard()
+    engine.transfers = TransferStats(None, stats.now())
+    found = await scrape(client)
+    assert found["nixl_xfer_time_seconds_count"] == 2
+    assert found["nixl_xfer_time_seconds_sum"] == pytest.approx(2.3)
+    buckets = [found[f"nixl_xfer_time_seconds_bucket[{bound}]"] for bound in ("0.25", "0.5", "2.5", "+Inf")]
+    assert buckets == [0, 1, 2, 2]
+    assert found["nixl_bytes_transferred_sum"] == 150_000 and found["nixl_num_descriptors_sum"] == 42
+    assert found["nixl_num_failed_transfers_total"] == 2 and found["nixl_num_failed_notifications_total"] == 1
+    assert found["kv_transfer_failures_total[expired]"] == found["kv_transfer_failures_total[lost]"] == 1
+    assert found["kv_transfer_cancelled_total"] == 1 and found["kv_transfer_wasted_bytes_total"] == 1000
+    assert found["kv_transfer_phase_seconds_total[confirm]"] == pytest.approx(2.1)
+    assert "kv_transfer_held_requests" not in found

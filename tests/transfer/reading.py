@@ -48,7 +48,7 @@ CONSUMER = replace(PRODUCER, tp=1, dcp=1, block_size=8)
 
 @dataclass
 class Giver:
-    """A Producer whose pages hold ROWS. freed: requests whose pages have come back.
+    """A Producer whose pages hold ROWS. freed: requests whose pages have come back, of so many that were offered.
 
     before_pack: called when a piece is to be packed, for tests that need time then.
     """
@@ -57,6 +57,7 @@ class Giver:
     fingerprint: Fingerprint = PRODUCER
     secret: bytes = b""
     freed: list[str] = field(default_factory=list)
+    offered: int = 0
     before_pack: Callable[[], Any] = lambda: None
 
     def __post_init__(self) -> None:
@@ -73,14 +74,16 @@ class Giver:
             self.lease,
         )
 
-    def offer(self, name: str = "r") -> dict[str, Any]:
-        """All of ROWS, in pages 1, 2, ..."""
+    def offer(self) -> dict[str, Any]:
+        """All of ROWS, in pages 1, 2, ..., for a request with a name of its own."""
+        self.offered += 1
+        name = str(self.offered)
         pages = tuple(range(1, 1 + self.geometry.layout.pages_for(LENGTH)))
         return self.producer.offer(
             Held(name, LENGTH, token_digest(PROMPT), pages, lambda: self.freed.append(name))
         )
 
-    def pack(self, part: Part, slots: np.ndarray) -> list[jax.Array]:
+    def pack(self, part: Part, slots: np.ndarray, generation: int) -> list[jax.Array]:
         """Rows of the tokens that are in these slots."""
         self.before_pack()
         placement = self.geometry.placement(part)
@@ -93,8 +96,10 @@ class Giver:
         return packed
 
     def wait_idle(self, seconds: float = 10.0) -> None:
-        """Raise AssertionError unless nothing is held or published soon."""
+        """Raise AssertionError unless nothing is held or published soon, and all pages have come back, once."""
         wait_for(lambda: not self.producer.held and not self.transport.usage()["tickets"], seconds)
+        wait_for(lambda: len(self.freed) >= self.offered, seconds)
+        assert sorted(self.freed, key=int) == [str(number + 1) for number in range(self.offered)]
 
     def close(self) -> None:
         """Ends it."""
