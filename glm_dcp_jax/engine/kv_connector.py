@@ -146,7 +146,7 @@ class KVConnector:
         load = Load(request.request_id, reference, token_digest(sequence.tokens))
         self._sequences[load] = sequence
         self._consumer.expect(load)
-        sequence.remote = Remote(load, self._consumer, self._sequences.pop)
+        sequence.remote = Remote(load, self._consumer, self._forget)
 
     def keep(self, request_id: str, sequence: Sequence, table: PageTable) -> dict[str, Any]:
         """A prompt is computed: hold its pages for a consumer. Returns the kv_transfer_params for it."""
@@ -244,6 +244,9 @@ class KVConnector:
         if self._producer is not None:
             self._producer.close()
         self._transport.close()
+
+    def _forget(self, load: Load) -> None:
+        self._sequences.pop(load, None)
 
     def _return(self, table: PageTable) -> None:
         self._returned.append(table)
