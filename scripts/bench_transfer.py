@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """What it costs to hand a request's cache from one engine to another (prefill/decode disaggregation).
 
-    .venv/bin/python scripts/bench_transfer.py [--producer 'tp4 dcp4'] [--consumer 'tp4 dcp1'] [--save-result]
-    .venv/bin/python scripts/bench_transfer.py --measure throughput --transport tcp --tokens 4096 --kv-cache-dtype fp8_ds_mla
+    .venv/bin/python scripts/bench_transfer.py [--producer 'tp4 dcp4'] [--consumer 'tp2 dcp2'] [--save-result]
+    .venv/bin/python scripts/bench_transfer.py --measure throughput --transport tcp --tokens 4096
     .venv/bin/python scripts/bench_transfer.py --measure handover --prompt-tokens 32 512 2048 [--model DIRECTORY]
 
 throughput: two processes have caches of GLM-5.2's sizes and no model. The consumer reads requests of --tokens over each
@@ -12,8 +12,8 @@ caches' own bytes, beside a plain copy of as many bytes in the same run. What ar
 handover: two engines, P in a process of its own. The table has what lies between the end of a prompt on P and its first
 token on D, in parts, and what D takes for the same prompt alone, which must say the same.
 
-Figures are medians of --repeat. Without a GPU both run on virtual CPU devices: their times are then this CPU's, and
-nothing of them is a GPU's. With GPUs both processes use the same ones.
+Figures are those of the transfer, or hand-over, of median length among --repeat. Without a GPU both run on virtual CPU
+devices: their times are then this CPU's, and nothing of them is a GPU's. With GPUs both processes use the same ones.
 
 Exit code: 0; 1 if a transfer failed, or what arrived is wrong; 2 for what cannot work; 130 after an interrupt.
 """
@@ -23,11 +23,13 @@ import os
 import platform
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lib.interrupt import exit_on_interrupt
 from lib.serving_report import Results
+from lib.transfer_failures import MeasurementFailed, TransferFailed
 from lib.transfer_flags import parse
 
 from glm_dcp_jax import environment
@@ -44,6 +46,7 @@ class Report:
         self._given, self._results = given, results
         self.rows: dict[str, list[dict[str, Any]]] = {}
         self.notes: list[str] = []
+        self.failures: list[str] = []
 
     def note(self, text: str) -> None:
         """Something that the tables do not say."""
@@ -63,6 +66,20 @@ class Report:
             every = [{"measure": name} | each for name, rows in self.rows.items() for each in rows]
             tables = [f"{name}\n\n{self._table(name, rows)}" for name, rows in self.rows.items()]
             self._results.write(self._about(), every, "\n\n".join([*self.notes, *tables]))
+
+    def failed(self, measure: str, transport: str, error: TransferFailed) -> None:
+        """A transport gave no figures, or not all."""
+        self.failures.append(f"{measure} over {transport} failed: {error}")
+        self.note(self.failures[-1])
+
+    def draw(self) -> None:
+        """The plot, of what there is."""
+        if self._results and any(self.rows.values()):
+            from lib.transfer_handover import PARTS
+            from lib.transfer_plot import draw
+
+            draw(self.rows, PARTS, self._results.plot)
+            self._results.written.append(self._results.plot)
 
     def _table(self, measure: str, rows: list[dict[str, Any]]) -> str:
         from lib import transfer_handover, transfer_throughput
@@ -91,9 +108,9 @@ def run(given: argparse.Namespace, report: Report) -> None:
     environ = dict(os.environ)  # of the child, which has devices of its own number
     environment.prepare(max(given.producer.tp, given.consumer.tp))
     import jax
+    from lib import transfer_handover, transfer_throughput
 
     from glm_dcp_jax.transfer.transports import available
-    from lib import transfer_handover, transfer_throughput
 
     here = [name for name in given.transport if name in available()]
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {os.cpu_count()} cores", flush=True)
@@ -108,7 +125,9 @@ def run(given: argparse.Namespace, report: Report) -> None:
         transports = [name for name in here if measure == "throughput" or name != "inproc"]
         if measure in given.measure and transports:
             report.begin(measure)
-            module.measure(given, transports, environ, lambda row, measure=measure: report.add(measure, row))
+            module.measure(
+                given, transports, environ, partial(report.add, measure), partial(report.failed, measure)
+            )
 
 
 def results_of(given: argparse.Namespace) -> Results | None:
@@ -124,16 +143,22 @@ def main(argv: list[str] | None = None) -> int:
     given = parse(sys.argv[1:] if argv is None else argv, __doc__)
     try:
         results = results_of(given)
-        run(given, Report(given, results))
+        report = Report(given, results)
+        run(given, report)
     except (ConfigError, OSError) as error:
         return _fail(str(error), 2)
-    except Exception as error:
-        if type(error).__name__ not in ("ChildFailed", "LoadFailed", "Different", "ArithmeticError"):
-            raise
+    except MeasurementFailed as error:
         return _fail(str(error), 1)
-    if results:
+    try:
+        report.draw()
+    except ImportError as error:
+        print(
+            f"no plot: {error}; the extra [plot] installs it: {sys.executable} -m pip install -e '.[plot]'",
+            file=sys.stderr,
+        )
+    if results and results.written:
         print(f"wrote {', '.join(map(str, results.written))}")
-    return 0
+    return _fail("; ".join(report.failures), 1) if report.failures else 0
 
 
 def _fail(message: str, code: int) -> int:

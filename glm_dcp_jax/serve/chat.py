@@ -59,7 +59,6 @@ class Chat:
         """The answer, once everything is generated."""
         usage = Usage()
         [output] = await complete(self._context, [await self._work()])
-        self._handover.left(output.kv_transfer_params)
         usage.see(0, output)
         choices = [
             self._choice(delta, {"message": {"role": "assistant", "content": delta.choice.text}})
@@ -80,6 +79,8 @@ class Chat:
             async for delta in new:
                 if delta.first:
                     yield self._role_chunk(delta.choice.index)
+                if delta.kv_transfer_params is not None:
+                    self._handover.told()
                 yield {
                     **self._head,
                     "choices": [self._choice(delta, {"delta": {"content": delta.choice.text}})],

@@ -61,13 +61,16 @@ class Completion:
         usage = Usage()
         choices = []
         outputs = await complete(self._context, await self._works())
-        params = outputs[0].kv_transfer_params
-        self._handover.left(params)
         for place, output in enumerate(outputs):
             shown = without_output(output) if self._body.prompt_only else output
             usage.see(place, shown)
             choices += [self._choice(delta) for delta in whole_deltas(place, shown)]
-        return {**self._head, "choices": choices, "usage": usage.body(), "kv_transfer_params": params}
+        return {
+            **self._head,
+            "choices": choices,
+            "usage": usage.body(),
+            "kv_transfer_params": outputs[0].kv_transfer_params,
+        }
 
     async def stream(self) -> AsyncGenerator[dict[str, Any], None]:
         """The answer in chunks, as it is generated."""
@@ -78,6 +81,8 @@ class Completion:
             outputs = prompts_only(outputs)
         async with aclosing(deltas(outputs, usage, every_token)) as new:
             async for delta in new:
+                if delta.kv_transfer_params is not None:
+                    self._handover.told()
                 yield {**self._head, "choices": [self._choice(delta)], **transfer_body(delta)}
         if self._body.include_usage:
             yield {**self._head, "choices": [], "usage": usage.body()}

@@ -22,11 +22,9 @@ async def while_connected(receive: Receive, stopping: asyncio.Event, work: Corou
     stop = asyncio.ensure_future(stopping.wait())
     try:
         await asyncio.wait((task, gone, stop), return_when=asyncio.FIRST_COMPLETED)
-        if gone.done():  # even if there is a result: it would reach nobody
-            raise ClientGone
         if task.done():
             return task.result()
-        raise ApiError("the server is shutting down", 503)
+        raise ClientGone if gone.done() else ApiError("the server is shutting down", 503)
     finally:
         for each in (task, gone, stop):
             each.cancel()

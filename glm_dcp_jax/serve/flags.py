@@ -88,7 +88,7 @@ class Command:
 def parse(argv: Sequence[str], has_gpu: bool) -> Command:
     """Read a command line. Raises ConfigError for anything that cannot work; --help and --version exit."""
     parser = _parser()
-    arguments = [dashed for argument in argv if (dashed := _with_dashes(argument)) not in _asks_for_nothing()]
+    arguments = [dashed for argument in argv if (dashed := with_dashes(argument)) not in _asks_for_nothing()]
     arguments = _with_objects(arguments)
     _require_known(parser, arguments)
     given = vars(parser.parse_args(arguments))
@@ -199,7 +199,7 @@ def explain(error: ConfigError) -> str:
     return in_flags(str(error), _SPELLED)
 
 
-def _with_dashes(argument: str) -> str:
+def with_dashes(argument: str) -> str:
     """`--max_model_len=8` is `--max-model-len=8`, as in vLLM; keys of an object keep their underscores."""
     if not argument.startswith("--"):
         return argument

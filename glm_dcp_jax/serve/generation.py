@@ -87,6 +87,7 @@ async def _observed(context: Context, work: Work) -> AsyncGenerator[RequestOutpu
                 if output.finished:
                     reasons = [choice.finish_reason or "error" for choice in output.outputs]
                     _require_success(output)
+                    work.handover.left(output.kv_transfer_params)
                 yield output
     except QueueFull as error:
         reasons = []

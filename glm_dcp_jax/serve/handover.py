@@ -20,8 +20,12 @@ class Handover:
         self._brought = None
 
     def left(self, params: dict[str, Any] | None) -> None:
-        """The answer, which is still to be sent, offers a cache."""
+        """The engine offers a cache, if these are any params, and the client does not know of it yet."""
         self._left = params
+
+    def told(self) -> None:
+        """What the engine offers is on its way to the client, whose concern it is from now on."""
+        self._left = None
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:

@@ -47,10 +47,10 @@ def connect(host: str, port: int, secret: bytes, deadline: float) -> Peer:
     if left <= 0:
         raise PeerError("timeout", f"{name}: no time left to connect")
     try:
-        connection = socket.create_connection((host, port), timeout=left)
+        connection = socket.create_connection(_checked(host, port), timeout=left)
     except TimeoutError:
         raise PeerError("timeout", f"{name}: no connection in time") from None
-    except (OSError, OverflowError, ValueError) as error:  # ValueError: no host can have such a name
+    except (OSError, ValueError) as error:  # ValueError: no host can have such a name
         raise PeerError("lost", f"{name}: cannot connect: {error}") from None
     if connection.getsockname() == connection.getpeername():
         # Loopback's own trick: a port that nobody listens on, drawn as our own end's, connects to itself.
@@ -186,13 +186,20 @@ class Listener:
                 del self._peers[peer]
 
 
+def _checked(host: str, port: int) -> tuple[str, int]:
+    """The address itself: the resolver would take a port that is too large modulo 65,536."""
+    if not 0 <= port < 1 << 16:
+        raise OSError(f"port {port} is not one of 0 to 65535")
+    return host, port
+
+
 def _listen(host: str, port: int) -> socket.socket:
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = socket.getaddrinfo(*_checked(host, port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = found[0]
         # A server that is started again takes its port back although old connections linger.
         return socket.create_server(address, family=family, backlog=128, reuse_port=False)
-    except (OSError, OverflowError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"cannot listen on {host}:{port}: {error}; choose an address of this machine and a free port (0: any)"
         ) from None

@@ -18,9 +18,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lib.transfer_failures import MeasurementFailed
+from lib.transfer_flags import EngineLayout
+
 from glm_dcp_jax import environment
 from glm_dcp_jax.config import ConfigError
-from lib.transfer_flags import EngineLayout
 
 SCRIPTS = Path(__file__).parents[1]
 ANSWER_SECONDS = 1800.0
@@ -29,15 +31,11 @@ _END_SECONDS, _SHOWN_LINES = 10.0, 15
 Answer = dict[str, Any]
 
 
-class ChildFailed(RuntimeError):
-    """The child ended, or said nothing; the message has the end of what it wrote."""
-
-
 class Child:
     """A producer in a process of its own, started at once; `ready` waits for it."""
 
     def __init__(self, kind: str, *arguments: str, environ: Mapping[str, str]) -> None:
-        self._said = tempfile.TemporaryFile()
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the child)
         self._answers: queue.Queue[Answer | None] = queue.Queue()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "lib.transfer_child", kind, *arguments],
@@ -56,12 +54,14 @@ class Child:
         return self._answer()
 
     def ask(self, do: str, **what: Any) -> Answer:
-        """Have something done. Raises ConfigError for what cannot be on this machine, ChildFailed if it ends."""
+        """Have something done. Raises ConfigError for what cannot be on this machine, MeasurementFailed if it ends,
+        with the end of what it wrote.
+        """
         assert self._process.stdin is not None
         try:
             print(json.dumps({"do": do, **what}), file=self._process.stdin, flush=True)
         except BrokenPipeError:
-            raise ChildFailed(self._last_words()) from None
+            raise MeasurementFailed(self._last_words()) from None
         return self._answer()
 
     def close(self) -> None:
@@ -79,9 +79,9 @@ class Child:
         try:
             answer = self._answers.get(timeout=ANSWER_SECONDS)
         except queue.Empty:
-            raise ChildFailed(f"the producer said nothing for {ANSWER_SECONDS:.0f} s") from None
+            raise MeasurementFailed(f"the producer said nothing for {ANSWER_SECONDS:.0f} s") from None
         if answer is None:
-            raise ChildFailed(self._last_words())
+            raise MeasurementFailed(self._last_words())
         if "refused" in answer:
             raise ConfigError(answer["refused"])
         return answer

@@ -5,6 +5,10 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from lib.transfer_failures import TransferFailed
+from lib.transfer_flags import transfer_settings
+from lib.transfer_pools import BareCaches
+
 from glm_dcp_jax.config.transfer import TransferConfig
 from glm_dcp_jax.transfer.consumer import Consumer
 from glm_dcp_jax.transfer.loads import Ended, Landed, Load, LoadFailed, token_digest
@@ -12,8 +16,6 @@ from glm_dcp_jax.transfer.offers import Held
 from glm_dcp_jax.transfer.producer import Producer
 from glm_dcp_jax.transfer.references import Reference
 from glm_dcp_jax.transfer.transports import Transport, make_transport
-from lib.transfer_flags import transfer_settings
-from lib.transfer_pools import BareCaches
 
 _DIGEST = token_digest([])
 """Of a prompt that nobody computed."""
@@ -87,7 +89,7 @@ class PoolConsumer:
         )
 
     def receive(self, params: dict[str, Any]) -> Received:
-        """All of what is offered. Raises LoadFailed."""
+        """All of what is offered. Raises TransferFailed."""
         load = Load("bench", Reference.of_params(params), _DIGEST)
         self._consumer.expect(load)
         self._consumer.begin(load, 0, load.reference.num_tokens)
@@ -105,14 +107,16 @@ class PoolConsumer:
         began = time.monotonic()
         for part, given in landed.given.items():
             row_bytes = self._caches.caches.row_bytes(part)
-            self._caches.access.unpack(part, *landed.piece.to_unpack(part, self._caches.pages, given, row_bytes))
+            self._caches.access.unpack(
+                part, *landed.piece.to_unpack(part, self._caches.pages, given, row_bytes)
+            )
         self._caches.wait()
         landed.load.unpacked()
         return time.monotonic() - began
 
     def _received(self, load: Load, failure: LoadFailed | None, unpacking: float) -> Received:
         if failure is not None:
-            raise failure
+            raise TransferFailed(f"the cache did not arrive ({failure.kind}): {failure}")
         ended, times, phases = time.monotonic(), load.times, load.times.phases
         return Received(
             seconds=ended - times.begun,

@@ -83,7 +83,7 @@ def _add_pair(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--measure", nargs="+", choices=MEASURES, default=list(MEASURES), help="what (default: both)"
     )
-    for side, sizes in (("producer", "tp4 dcp4"), ("consumer", "tp4 dcp1")):
+    for side, sizes in (("producer", "tp4 dcp4"), ("consumer", "tp2 dcp2")):
         group.add_argument(
             f"--{side}",
             type=_layout,
@@ -124,11 +124,13 @@ def _add_throughput(group: argparse._ArgumentGroup) -> None:
         help="of a request (default: 1024 4096)",
     )
     group.add_argument(
-        "--kv-cache-dtype", choices=RECORDS, default=RECORDS[0], help="records (default: %(default)s)"
+        "--kv-cache-dtype",
+        nargs="+",
+        choices=RECORDS,
+        default=["fp8_ds_mla", "nvfp4_ds_mla"],
+        help="records (default: fp8_ds_mla nvfp4_ds_mla; on a CPU XLA converts all of a bfloat16 pool for each piece)",
     )
-    group.add_argument(
-        "--layers", type=_whole(1, _MOST_LAYERS), default=78, metavar="N", help="default: 78"
-    )
+    group.add_argument("--layers", type=_whole(1, _MOST_LAYERS), default=78, metavar="N", help="default: 78")
     group.add_argument(
         "--full-layers",
         type=_whole(1, _MOST_LAYERS),

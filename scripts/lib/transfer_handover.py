@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lib.transfer_child import Child
+from lib.transfer_failures import MeasurementFailed, TransferFailed
+from lib.transfer_flags import EngineLayout, transfer_settings
 
 from glm_dcp_jax import LLM, SamplingParams
 from glm_dcp_jax.config import ConfigError, ModelConfig
 from glm_dcp_jax.demo import tiny_model_directory
 from glm_dcp_jax.engine.engine import Engine
 from glm_dcp_jax.model.locate import locate_model
-from lib.transfer_child import Child
-from lib.transfer_flags import EngineLayout, transfer_settings
 
 NEW_TOKENS = 9
 """Of a request on the consumer: the first, and some to time decode steps by."""
@@ -29,10 +30,6 @@ _FIRST_TOKEN = 32
 _LARGEST_CHUNK, _SMALLEST_CHUNK = 2048, 16
 
 Row = dict[str, Any]
-
-
-class Different(ArithmeticError):
-    """A hand-over changed what a request says."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +56,12 @@ def measure(
     transports: list[str],
     environ: Mapping[str, str],
     report: Callable[[Row], None],
+    failed: Callable[[str, TransferFailed], None],
 ) -> None:
     """A row for each transport and prompt length. environ: of the producer's process.
 
-    Raises ConfigError for what the model or the machine cannot do, ChildFailed, and Different.
+    failed: told of a transport that failed; the others go on. Raises ConfigError for what the model or the machine
+    cannot do, and MeasurementFailed.
     """
     directory = locate_model(given.model) if given.model else tiny_model_directory()
     model = ModelConfig.load(directory)
@@ -77,14 +76,21 @@ def measure(
             for side, layout in (("producer", given.producer), ("consumer", given.consumer))
         }
         producer = Child("engine", str(directory), settings["producer"], environ=environ)
-        with contextlib.closing(producer), contextlib.closing(_engine(directory, settings["consumer"])) as consumer:
+        with (
+            contextlib.closing(producer),
+            contextlib.closing(_engine(directory, settings["consumer"])) as consumer,
+        ):
             producer.ready()
             rng = np.random.default_rng(0)
-            for length in given.prompt_tokens:
-                prompts = rng.integers(_FIRST_TOKEN, model.vocab_size, (given.repeat + 1, length)).tolist()
-                rows = [_hand_over(producer, consumer, prompt) for prompt in prompts][1:]
-                medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
-                report({"transport": transport, "prompt_tokens": length} | medians)
+            try:
+                for length in given.prompt_tokens:
+                    prompts = rng.integers(
+                        _FIRST_TOKEN, model.vocab_size, (given.repeat + 1, length)
+                    ).tolist()
+                    row = _middle([_hand_over(producer, consumer, prompt) for prompt in prompts][1:])
+                    report({"transport": transport, "prompt_tokens": length} | row)
+            except TransferFailed as error:
+                failed(transport, error)
 
 
 def _settings(given: argparse.Namespace, side: EngineLayout, transport: str, role: str) -> dict[str, Any]:
@@ -124,7 +130,7 @@ def _hand_over(producer: Child, consumer: Engine, prompt: list[int]) -> Row:
     phases = transfers.received.recent[-1]
     alone = _say(consumer, prompt, None)
     if brought.tokens != alone.tokens:
-        raise Different(
+        raise MeasurementFailed(
             f"a prompt of {len(prompt)} tokens goes on with {brought.tokens} when it is handed over, and with "
             f"{alone.tokens} when it is not"
         )
@@ -140,8 +146,17 @@ def _hand_over(producer: Child, consumer: Engine, prompt: list[int]) -> Row:
     }
 
 
+def _middle(rows: list[Row]) -> Row:
+    """The hand-over of median length with its parts, and medians of what is beside it."""
+    middle = sorted(rows, key=lambda row: row["handover"])[len(rows) // 2]
+    beside = {
+        name: statistics.median(row[name] for row in rows) for name in ("prefill", "step", "own_prefill")
+    }
+    return middle | beside | {"every_handover": [row["handover"] for row in rows]}
+
+
 def _say(engine: Engine, prompt: list[int], params: dict[str, Any] | None) -> Said:
-    """Run one greedy request; params: where its cache is. Raises Different if it fails."""
+    """Run one greedy request; params: where its cache is. Raises TransferFailed if it fails."""
     extra = None if params is None else {"kv_transfer_params": params}
     sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, extra_args=extra)
     added = time.monotonic()
@@ -152,18 +167,28 @@ def _say(engine: Engine, prompt: list[int], params: dict[str, Any] | None) -> Sa
             output = progress.output().outputs[0]
             times += [time.monotonic()] * (len(output.token_ids) - len(times))
             if output.finish_reason == "error":
-                raise Different(f"a prompt of {len(prompt)} tokens was not continued; see the log")
+                raise TransferFailed(f"a prompt of {len(prompt)} tokens was not continued; see the log")
             if progress.finished:
                 return Said(output.token_ids, added, times)
 
 
 def table(rows: list[Row]) -> str:
     """Markdown: milliseconds."""
-    heads = ["transport", "prompt", "P's prefill", "hand-over", *(f"= {PARTS[0]}", *(f"+ {part}" for part in PARTS[1:]))]
+    heads = [
+        "transport",
+        "prompt",
+        "P's prefill",
+        "hand-over",
+        *(f"= {PARTS[0]}", *(f"+ {part}" for part in PARTS[1:])),
+    ]
     heads += ["busy: pack", "fetch", "D's decode step", "D's own prefill"]
     names = ["prefill", "handover", *PARTS, "pack", "fetch", "step", "own_prefill"]
     lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]
     for row in rows:
-        cells = [row["transport"], f"{row['prompt_tokens']:,}", *(f"{1e3 * row[name]:,.1f}" for name in names)]
+        cells = [
+            row["transport"],
+            f"{row['prompt_tokens']:,}",
+            *(f"{1e3 * row[name]:,.1f}" for name in names),
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 import numpy as np
+from lib.transfer_failures import MeasurementFailed
+from lib.transfer_flags import EngineLayout
 
 from glm_dcp_jax.cache.placement import Layout
 from glm_dcp_jax.cache.pools import make_pools, pool_shapes
@@ -22,7 +24,6 @@ from glm_dcp_jax.parallel.mesh import make_mesh
 from glm_dcp_jax.transfer.fingerprint import PROTOCOL, Fingerprint, record_id
 from glm_dcp_jax.transfer.packing import NOTHING, PARTS, Caches, Part
 from glm_dcp_jax.transfer.pieces import piece_tokens
-from lib.transfer_flags import EngineLayout
 
 LATENT, ROPE, INDEX = 512, 64, 128
 """GLM-5.2's widths."""
@@ -114,7 +115,9 @@ class BareCaches:
             most = max(placement.local_length(self.sizes.most_tokens, rank) for rank in range(copies))
             for first in range(0, most, _FILLED_AT_ONCE):
                 local = np.arange(first, first + _FILLED_AT_ONCE)
-                positions = np.stack([placement.position(rank % placement.world, local) for rank in range(copies)])
+                positions = np.stack(
+                    [placement.position(rank % placement.world, local) for rank in range(copies)]
+                )
                 slots = self._slots(part, positions)
                 self.access.unpack(part, slots, self._rows(part, positions.ravel()).reshape(*slots.shape, -1))
                 self.wait()
@@ -122,7 +125,7 @@ class BareCaches:
     def check(self, tokens: int) -> None:
         """Compare rows of every rank, spread over a request of so many tokens, with what belongs there.
 
-        Raises ArithmeticError for bytes that differ: what was measured was not a transfer.
+        Raises MeasurementFailed for bytes that differ: what was measured was not a transfer.
         """
         for part in PARTS:
             placement = self.caches.placement(part)
@@ -136,7 +139,7 @@ class BareCaches:
             for rank, (rows, at) in enumerate(zip(packed, positions, strict=True)):
                 same = (np.asarray(rows) == self._rows(part, at)).all(axis=1) | (at < 0)
                 if not same.all():
-                    raise ArithmeticError(
+                    raise MeasurementFailed(
                         f"rank {rank} holds wrong {part} for the tokens {at[~same].tolist()} after a transfer"
                     )
 

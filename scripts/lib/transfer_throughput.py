@@ -6,14 +6,13 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-
-from glm_dcp_jax.transfer.loads import LoadFailed
 from lib.transfer_child import Child
 from lib.transfer_ends import PoolConsumer, PoolProducer, Received
+from lib.transfer_failures import TransferFailed
 from lib.transfer_pools import BareCaches, CacheSizes
 
 Row = dict[str, Any]
@@ -72,27 +71,32 @@ def measure(
     transports: list[str],
     environ: Mapping[str, str],
     report: Callable[[Row], None],
+    failed: Callable[[str, TransferFailed], None],
 ) -> None:
-    """A row for each transport and number of tokens. environ: of the producer's process.
+    """A row for each record format, transport and number of tokens. environ: of the producer's process.
 
-    Raises ConfigError for what the machine cannot hold, ChildFailed, LoadFailed, and ArithmeticError if what arrived is
-    not what was sent.
+    failed: told of a transport that failed; the others go on. Raises ConfigError for what the machine cannot hold, and
+    MeasurementFailed.
     """
-    sizes = CacheSizes(
-        given.layers, given.full_layers, given.kv_cache_dtype, given.piece_bytes, max(given.tokens)
-    )
-    with contextlib.closing(Producers(given, sizes, environ)) as producers:
-        for transport in transports:
-            with producers.over(transport) as offer:
-                caches = BareCaches(given.consumer, sizes)
-                with contextlib.closing(PoolConsumer(caches, transport)) as consumer:
-                    for tokens in given.tokens:
-                        about = {"transport": transport, "tokens": tokens}
-                        report(about | _repeat(offer, consumer, caches, tokens, given.repeat))
+    for dtype in given.kv_cache_dtype:
+        sizes = CacheSizes(given.layers, given.full_layers, dtype, given.piece_bytes, max(given.tokens))
+        with contextlib.closing(Producers(given, sizes, environ)) as producers:
+            for transport in transports:
+                try:
+                    with producers.over(transport) as offer:
+                        caches = BareCaches(given.consumer, sizes)
+                        with contextlib.closing(PoolConsumer(caches, transport)) as consumer:
+                            for tokens in given.tokens:
+                                row = _repeat(offer, consumer, caches, tokens, given.repeat)
+                                report(
+                                    {"transport": transport, "kv_cache_dtype": dtype, "tokens": tokens} | row
+                                )
+                except TransferFailed as error:
+                    failed(transport, error)
 
 
 def _repeat(offer: Offer, consumer: PoolConsumer, caches: BareCaches, tokens: int, repeats: int) -> Row:
-    """Medians. The last transfer goes into empty pools, and is compared with what was sent."""
+    """The transfer of median length. The last one goes into empty pools, and is compared with what was sent."""
     consumer.receive(offer(tokens))  # compiles, connects
     size = tokens * caches.row_bytes
     copies = Copies(size)
@@ -104,22 +108,24 @@ def _repeat(offer: Offer, consumer: PoolConsumer, caches: BareCaches, tokens: in
         copied.append(copies.seconds())
         received.append(consumer.receive(offer(tokens)))
         if received[-1].bytes != size:
-            raise LoadFailed("corrupt", f"{received[-1].bytes} bytes came instead of {size}")
+            raise TransferFailed(f"{received[-1].bytes} bytes came instead of {size}")
     caches.check(tokens)
-    row = {field.name: statistics.median(getattr(one, field.name) for one in received) for field in fields(Received)}
-    rate, plain = size / row["seconds"] / 1e9, size / statistics.median(copied) / 1e9
-    return row | {"bytes": size, "gb_per_second": rate, "memcpy_gb_per_second": plain, "share": rate / plain}
+    middle = sorted(received, key=lambda one: one.seconds)[len(received) // 2]
+    rate, plain = size / middle.seconds / 1e9, size / statistics.median(copied) / 1e9
+    every = [one.seconds for one in received]
+    rates = {"gb_per_second": rate, "memcpy_gb_per_second": plain, "share": rate / plain}
+    return asdict(middle) | rates | {"every_seconds": every}
 
 
 def table(rows: list[Row]) -> str:
     """Markdown: milliseconds, gigabytes (10^9) per second."""
-    heads = ["transport", "tokens", "MB", "all, ms", "handshakes", "reading", "behind"]
+    heads = ["records", "transport", "tokens", "MB", "all, ms", "handshakes", "reading", "behind"]
     heads += ["busy: pack", "move", "unpack", "GB/s", "memcpy GB/s", "share"]
-    lines = ["| " + " | ".join(heads) + " |", "|---|" + "---:|" * (len(heads) - 1)]
+    lines = ["| " + " | ".join(heads) + " |", "|---|---|" + "---:|" * (len(heads) - 2)]
     for row in rows:
         parts = ("seconds", "handshakes", "reading", "behind", "pack", "move", "unpack")
-        cells = [row["transport"], f"{row['tokens']:,}", f"{row['bytes'] / 1e6:,.1f}"]
+        cells = [row["kv_cache_dtype"], row["transport"], f"{row['tokens']:,}", f"{row['bytes'] / 1e6:,.1f}"]
         cells += [f"{1e3 * row[part]:,.1f}" for part in parts]
-        cells += [f"{row['gb_per_second']:.2f}", f"{row['memcpy_gb_per_second']:.2f}", f"{row['share']:.0%}"]
+        cells += [f"{row['gb_per_second']:.2f}", f"{row['memcpy_gb_per_second']:.2f}", f"{row['share']:.1%}"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

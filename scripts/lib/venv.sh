@@ -70,9 +70,19 @@ install() {
         say "error: the install failed; pip's message is above. Run this again once its cause is gone."
         exit 1
     }
+    case $listed in *test*) install_nixl ;; esac
     { stamp; printf '%s\n' "$wanted"; } >"$venv/.installed"
     rm "$venv/.installing"
     say "installed in $(($(date +%s) - started)) s"
+}
+
+# For the tests of transport nixl. Its dependencies (torch among them) are not needed, so it cannot be an extra.
+install_nixl() {
+    [ "$(uname -s)-$(uname -m)" = Linux-x86_64 ] || return 0
+    "$venv/bin/python" -m pip install --disable-pip-version-check --no-input --no-deps nixl-cu12==1.5.1 >&2 || {
+        say "error: NIXL could not be installed; pip's message is above. Run this again once its cause is gone."
+        exit 1
+    }
 }
 
 find_python() {

@@ -188,7 +188,7 @@ class TestRequests:
 
     def test_priority_and_salt_go_with_a_request(self, engine, monkeypatch):
         limited = replace(engine.config.scheduler, scheduling_policy="priority")
-        monkeypatch.setattr(engine._engine, "config", replace(engine.config, scheduler=limited))
+        monkeypatch.setattr(engine._engine._maker, "_config", replace(engine.config, scheduler=limited))
         scheduler, queued = engine._engine.scheduler, []
         add = scheduler.add
         monkeypatch.setattr(

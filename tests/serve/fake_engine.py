@@ -77,6 +77,8 @@ class FakeEngine:
         """Raised at every request, if it is set."""
         self.offered: dict[str, Any] | None = None
         """kv_transfer_params of requests that ask for them."""
+        self.lingers = 0.0
+        """Seconds from a request's last output to the end of its generator."""
         self.error: str | None = None
         """If it is set, requests end without a token, for this reason."""
         self.transfers: Any = None
@@ -133,6 +135,7 @@ class FakeEngine:
                 yield RequestOutput(
                     request_id, None, prompt_token_ids, outputs, finished, scores, cached, offered
                 )
+            await asyncio.sleep(self.lingers)
         finally:
             self.running.discard(request_id)
             if not finished:

@@ -13,8 +13,6 @@ from test_disconnect import begin
 
 from glm_dcp_jax.config.transfer import TransferConfig
 from glm_dcp_jax.engine.waiting import QueueFull
-from glm_dcp_jax.serve.disconnect import while_connected
-from glm_dcp_jax.serve.errors import ClientGone
 from glm_dcp_jax.serve.handover import Handover
 
 pytestmark = pytest.mark.anyio
@@ -167,17 +165,25 @@ def test_a_client_that_leaves_before_the_engine_knows_takes_its_cache_along(engi
     assert engine.params == []
 
 
-async def test_an_answer_that_would_reach_nobody_gives_back_what_it_offers(engine):
-    async def receive() -> dict[str, str]:
-        return {"type": "http.disconnect"}
+def test_an_offer_that_is_not_yet_on_its_way_is_taken_back_when_the_client_leaves(engine):
+    engine.lingers = 30.0
+    with live_server(engine) as url:
+        connection = begin(url, prompt=[5], max_tokens=1, kv_transfer_params=ASKED)
+        wait_until(lambda: bool(engine.generation_tokens))
+        connection.close()
+        wait_until(lambda: engine.released == [OFFERED])
 
-    async def answer() -> None:
-        handover.left(OFFERED)
 
-    handover = Handover(engine, ASKED)
-    with pytest.raises(ClientGone), handover.guarded():
-        await while_connected(receive, asyncio.Event(), answer())
-    assert engine.released == [OFFERED]
+def test_an_offer_that_the_client_has_read_is_its_concern(engine):
+    engine.lingers = 30.0
+    with live_server(engine) as url:
+        connection = begin(url, prompt=[5], max_tokens=1, stream=True, kv_transfer_params=ASKED)
+        said = b""
+        while b"kv_transfer_params" not in said:
+            said += connection.recv(4096)
+        connection.close()
+        wait_until(lambda: not engine.running)
+    assert engine.released == []
 
 
 def test_a_handover_is_called_off_once_and_only_for_what_is_the_servers(engine):

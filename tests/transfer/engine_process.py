@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,8 @@ class EngineProcess:
         self._tell({"do": "abort", "id": name})
 
     def state(self) -> dict[str, Any]:
-        """used pages, usage of the connector, running, waiting, compiles after warm-up, resident bytes, open files."""
+        """used pages, usage and counts of the connector, running, waiting, compiles after warm-up, resident bytes, open
+        files, threads."""
         self._tell({"do": "state"})
         while True:
             line = self._next(ANSWER_SECONDS)
@@ -224,6 +226,7 @@ def state(engine: Any) -> dict[str, Any]:
         "resident_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
         "open_files": len(os.listdir("/proc/self/fd")),
         "threads": threading.active_count(),
+        "transfers": None if stats.transfers is None else asdict(stats.transfers),
     }
 
 

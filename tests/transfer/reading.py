@@ -62,6 +62,7 @@ class Giver:
 
     def __post_init__(self) -> None:
         self.geometry: Geometry = self.fingerprint.geometry
+        self._naming = threading.Lock()
         self.transport = make_transport("tcp", host="127.0.0.1", secret=self.secret, options={})
         self.producer = Producer(
             self.fingerprint,
@@ -76,8 +77,9 @@ class Giver:
 
     def offer(self) -> dict[str, Any]:
         """All of ROWS, in pages 1, 2, ..., for a request with a name of its own."""
-        self.offered += 1
-        name = str(self.offered)
+        with self._naming:
+            self.offered += 1
+            name = str(self.offered)
         pages = tuple(range(1, 1 + self.geometry.layout.pages_for(LENGTH)))
         return self.producer.offer(
             Held(name, LENGTH, token_digest(PROMPT), pages, lambda: self.freed.append(name))

@@ -19,6 +19,8 @@ from between import Between, Message, alters, always, answers, at, breaks, break
 from reading import CONSUMER, LENGTH, PIECE, PRODUCER, PROMPT, Giver, Taker, wait_for
 
 from glm_dcp_jax.transfer.fingerprint import PROTOCOL
+from glm_dcp_jax.transfer.references import Reference
+from glm_dcp_jax.transfer.transports import make_transport
 from glm_dcp_jax.transfer.wire import Listener
 
 CONVERSATION = ("hello", "layout", "open", "piece", "taken", "confirm", "ack")
@@ -111,7 +113,13 @@ def test_answers_that_say_nothing(giver, taker, between, do, word):
 
 @pytest.mark.parametrize(
     ("do", "name"),
-    [("hello", "protocol"), ("layout", "fingerprint"), ("open", "attempt"), ("piece", "ticket"), ("piece", "crcs")],
+    [
+        ("hello", "protocol"),
+        ("layout", "fingerprint"),
+        ("open", "attempt"),
+        ("piece", "ticket"),
+        ("piece", "crcs"),
+    ],
 )
 def test_answers_that_say_something_else(giver, taker, between, do, name):
     for word in WORDS:
@@ -204,16 +212,13 @@ def test_other_bytes_than_were_packed(giver, taker, between, kind):
             arrays.pop()
         else:
             arrays[0] = np.repeat(arrays[0], 2, axis=1)
-        own = giver.transport.publish([jax.device_put(array) for array in arrays], [len(a) for a in arrays])
-        published.append(own["id"])
-        return answer | {"ticket": answer["ticket"] | {"id": own["id"]}}
+        own = other.publish([jax.device_put(array) for array in arrays], [len(array) for array in arrays])
+        return answer | {"ticket": answer["ticket"] | {name: own[name] for name in ("id", "port", "start")}}
 
-    published: list[str] = []
+    other = make_transport("tcp", host="127.0.0.1", secret=b"", options={})
     with between.doing(always("piece", alters(damaged))):
-        failure = taker.read(between.through(giver.offer()))
-    for ticket in published:
-        giver.transport.retire(ticket)
-    assert failure is not None and failure.kind == "corrupt"
+        failing(taker, between.through(giver.offer()), "corrupt")
+    other.close()
 
 
 def silent(message: Message, ask: Any) -> Message:
@@ -281,7 +286,7 @@ class TestStrangers:
         stranger.shutdown(socket.SHUT_RDWR)
         for each in (stranger, *kept):
             each.close()
-        giver.producer.release(taker_reference(params, giver))
+        giver.producer.release(Reference.of_params(params))
 
     @pytest.mark.parametrize(
         "frame", [b"GDJx", os.urandom(64), b"GDJx\0\1\0\0\0\0\0\2[]", b"GDJx\0\1\0\0\xff\xff\xff\xff"]
@@ -298,7 +303,7 @@ class TestStrangers:
         failure = taker.read(params)
         assert failure is not None and failure.kind in ("protocol", "timeout", "lost")
         stranger.close()
-        giver.producer.release(taker_reference(params, giver))
+        giver.producer.release(Reference.of_params(params))
 
     @pytest.mark.parametrize("host", ["127.0.0.1", "no.such.host.invalid", "x" * 200, "a\0b", "..", "\ud800"])
     def test_nothing(self, giver, taker, host):
@@ -306,14 +311,7 @@ class TestStrangers:
             port = free.getsockname()[1]
         params = giver.offer() | {"remote_port": port, "remote_host": host}
         failing(taker, params, "lost")
-        giver.producer.release(taker_reference(params, giver))
-
-
-def taker_reference(params: Message, giver: Giver) -> Any:
-    """The reference as the producer gave it out."""
-    from glm_dcp_jax.transfer.references import Reference
-
-    return Reference.of_params(params)
+        giver.producer.release(Reference.of_params(params))
 
 
 class TestRefusals:

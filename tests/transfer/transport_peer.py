@@ -32,6 +32,14 @@ def content(seed: int, index: int, shape: Shape) -> np.ndarray:
     return np.random.default_rng([seed, index]).integers(0, 256, (padded, size), np.uint8)
 
 
+def wait_until_stopped(pid: int) -> None:
+    """Until all threads of a process that was sent SIGSTOP have stopped."""
+    states = {""}
+    while states != {"T"}:
+        stats = [task.read_text() for task in Path(f"/proc/{pid}/task").glob("*/stat")]
+        states = {stat.rpartition(")")[2].split()[0] for stat in stats}
+
+
 class Served:
     """The methods that a PeerProcess can call."""
 
@@ -147,8 +155,13 @@ class PeerProcess:
     def fetch(self, *arguments: Any, **named: Any) -> str:
         return self.begin_fetch(*arguments, **named).result(timeout=60)
 
-    def signal(self, number: int) -> None:
-        self.process.send_signal(number)
+    def stop(self) -> None:
+        """Stop it with SIGSTOP, and wait until it has: its threads take their time."""
+        self.process.send_signal(signal.SIGSTOP)
+        wait_until_stopped(self.process.pid)
+
+    def go_on(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """kill -9, also of a process that is stopped or has ended."""

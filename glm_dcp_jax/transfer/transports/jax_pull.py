@@ -13,6 +13,10 @@ traps, all of which were observed:
   connection is poisoned, which ends every pull on it, so each fetch has a connection to itself.
 * What is never pulled stays in memory for ever: `retire` overwrites its uuid with an empty list, which also turns a
   late pull into an error. That empty entry expires, which is noticed only while somebody publishes: a heartbeat.
+* When a producer that was stopped goes on and finds several pulls given up meanwhile, of together more than twice its
+  staging buffers, it never serves anyone again. So no more than the staging buffers is published at a time.
+
+What is left: a consumer that is stopped during a pull may hold all staging buffers, and others wait until it is gone.
 
 It carries no proof of identity, and four zero bytes sent to its port abort the process: loopback or a private network.
 """
@@ -44,9 +48,13 @@ from glm_dcp_jax.transfer.transports.interface import (
 )
 
 SOCKETS = 4
-PARALLEL_COPIES = 8
+PARALLEL_COPIES = 16
 COPY_BYTES = 4 << 20
-"""Bytes of one of the library's staging buffers; it has about 3 x PARALLEL_COPIES of them."""
+"""Bytes of one of the library's staging buffers; it reserves about 3 x PARALLEL_COPIES of them."""
+MOST_PUBLISHED_BYTES = PARALLEL_COPIES * COPY_BYTES
+"""A publication of more is made alone."""
+PUBLISH_SECONDS = 30.0
+"""How long a publication waits for others to be retired."""
 TOMBSTONE_SECONDS = 60.0
 """How long a pull of a retired ticket fails at once; later it waits for its deadline."""
 HEARTBEAT_SECONDS = 1.0
@@ -79,7 +87,7 @@ class JaxTransport:
         self._address = f"{_bracketed(advertise or host)}:{self._server.address().rpartition(':')[2]}"
         self._start = secrets.token_hex(8)
         self._idle: IdleConnections[Any] = IdleConnections(lambda connection: connection._poison_connection())
-        self._guard = threading.Lock()
+        self._guard = threading.Condition()
         self._published: dict[str, tuple[int, int]] = {}  # ticket id -> uuid, bytes
         self._spent: OrderedDict[str, None] = OrderedDict()
         self._tombstones_until = 0.0
@@ -94,8 +102,14 @@ class JaxTransport:
             arrays, rows, transport=self.name, address=self._address, start=self._start, uuid=uuid
         )
         moved = [array for array, count in zip(arrays, rows, strict=True) if count and array.size]
+        size = sum(array.nbytes for array in moved)
         with self._guard:
-            self._published[ticket["id"]] = uuid, sum(array.nbytes for array in moved)
+            if not self._guard.wait_for(lambda: self._has_room(size), PUBLISH_SECONDS):
+                raise TransportError(
+                    "timeout",
+                    f"no room for {size} bytes: {self._held()} are published, of at most {MOST_PUBLISHED_BYTES}",
+                )
+            self._published[ticket["id"]] = uuid, size
             self._server.await_pull(uuid, moved)
         return ticket
 
@@ -109,6 +123,7 @@ class JaxTransport:
             until = datetime.datetime.now() + datetime.timedelta(seconds=TOMBSTONE_SECONDS)
             self._server.await_pull(uuid, [], timeout=until)
             self._tombstones_until = time.monotonic() + TOMBSTONE_SECONDS + 3
+            self._guard.notify_all()
         self._changed.set()
 
     def fetch(
@@ -117,6 +132,14 @@ class JaxTransport:
         """As Transport.fetch. A ticket that the producer never had is a "timeout": the library does not say."""
         shapes = check_ticket(ticket, self.name)
         name = f"ticket {ticket['id'][:8]}... of {ticket.get('address')}"
+        peer, uuid = (ticket.get("address"), ticket.get("start")), ticket.get("uuid")
+        if not (
+            isinstance(peer[0], str)
+            and isinstance(peer[1], str)
+            and type(uuid) is int
+            and 0 <= uuid < 1 << 63
+        ):
+            raise TransportError("corrupt", f"{name}: its address or uuid cannot be")
         check_time(deadline, cancelled, name)
         self._spend(ticket["id"], name)
         padded = list(zip(ticket["padded_rows"], ticket["row_bytes"], strict=True))
@@ -124,12 +147,11 @@ class JaxTransport:
         fetched = [np.empty(shape, np.uint8) for shape in shapes]
         if not moved:
             return fetched
-        peer = ticket.get("address"), ticket.get("start")
         connection = self._idle.take(peer) or self._server.connect(peer[0])
         try:
             sharding = SingleDeviceSharding(self._device)
             wanted = [jax.ShapeDtypeStruct(padded[index], np.uint8, sharding=sharding) for index in moved]
-            pulled = connection.pull(ticket["uuid"], wanted)
+            pulled = connection.pull(uuid, wanted)
             _wait(pulled, deadline, cancelled, name)
             for index, array in zip(moved, pulled, strict=True):
                 fetched[index][:] = np.asarray(array)[: shapes[index][0]]
@@ -144,8 +166,7 @@ class JaxTransport:
     def usage(self) -> dict[str, int]:
         """As Transport.usage."""
         with self._guard:
-            held = sum(size for _, size in self._published.values())
-            return {"tickets": len(self._published), "bytes": held, "quarantined_bytes": 0}
+            return {"tickets": len(self._published), "bytes": self._held(), "quarantined_bytes": 0}
 
     def close(self) -> None:
         """As Transport.close. The library's own threads stay until the process ends."""
@@ -154,6 +175,13 @@ class JaxTransport:
         self._idle.close()
         self._closed = True
         self._changed.set()
+
+    def _held(self) -> int:
+        return sum(size for _, size in self._published.values())
+
+    def _has_room(self, size: int) -> bool:
+        held = self._held()
+        return not size or not held or held + size <= MOST_PUBLISHED_BYTES
 
     def _spend(self, ticket_id: str, name: str) -> None:
         with self._guard:
@@ -177,6 +205,8 @@ class JaxTransport:
 def _serve(host: str, port: int, device: jax.Device) -> Any:
     """The library's server, on this host's address only. Raises ConfigError where it cannot listen."""
     try:
+        if not 0 <= port < 1 << 16:
+            raise OSError(f"port {port} is not one of 0 to 65535")
         address = _bracketed(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
         return transfer.start_transfer_server(
             device.client,
@@ -185,7 +215,7 @@ def _serve(host: str, port: int, device: jax.Device) -> Any:
             max_num_parallel_copies=PARALLEL_COPIES,
             transfer_size=COPY_BYTES,
         )
-    except (OSError, OverflowError, jax.errors.JaxRuntimeError) as error:
+    except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
         raise ConfigError(
             f"cannot listen on {host}:{port}: {error}; choose an address of this machine and a free port (0: any)"
         ) from None

@@ -10,6 +10,7 @@ done about what one-sided reads do, all of which was observed:
   slab is registered once and stays for the life of the process, and a retired ticket's region is used again only when
   the consumer has said that its reads are over, or after a grace.
 * A stopped peer is waited for without end: deadlines are ours. A dead one is an error at once, and is forgotten.
+* The library's own progress thread takes a whole core: ours calls it, as often as there is something to move.
 * The agent is not thread-safe by itself, and listens on every network unless UCX is told which: one lock, and loopback
   only where the host is loopback. Elsewhere set UCX_NET_DEVICES. It carries no proof of identity: a private network.
 """
@@ -51,8 +52,9 @@ _LIFELONG: list[Any] = []
 """Agents and slabs, which must outlive every transport."""
 _ID_BYTES = 32
 _MOST_WAIT_SECONDS = 0.001
-_BUSY_SECONDS = 0.02
-_CALM_SECONDS = 0.25
+_READING_SECONDS = 0.0001
+_IDLE_SECONDS = 0.001
+_RECENT_SECONDS = 1.0
 
 
 @dataclass
@@ -105,6 +107,7 @@ class NixlTransport:
         self._retired: dict[str, _Published] = {}
         self._quarantine: list[_Read] = []
         self._peers: set[str] = set()
+        self._active = 0.0
         self._changed = threading.Event()
         self._closed = False
         threading.Thread(target=self._clean, name="transfer quarantine", daemon=True).start()
@@ -148,7 +151,7 @@ class NixlTransport:
         shapes = check_ticket(ticket, self.name)
         ticket_id, agent, address = ticket["id"], str(ticket.get("agent")), ticket.get("address")
         name = f"ticket {ticket_id[:8]}... of {agent}"
-        if not isinstance(address, int):
+        if type(address) is not int or not 0 < address < 1 << 63:
             raise TransportError("corrupt", f"{name}: its address is {address!r}")
         places, size = _layout(shapes)
         check_time(deadline, cancelled, name)
@@ -214,8 +217,9 @@ class NixlTransport:
             raise TransportError("corrupt", f"{name}: its metadata cannot be read") from None
         with self._library(name, agent):
             if agent not in self._peers:
-                self._agent.add_remote_agent(known)
-                self._peers.add(agent)
+                self._peers.add(self._agent.add_remote_agent(known).decode())
+            if agent not in self._peers:
+                raise TransportError("corrupt", f"{name}: its metadata is of another agent")
             self._agent.send_notif(agent, note.encode())
 
     def _read(
@@ -262,24 +266,32 @@ class NixlTransport:
 
     def _settle(self, read: _Read) -> None:
         """Give the region back, unless something may still be written to it."""
+        self._active = time.monotonic()
+        self._changed.set()
         if read.handle is None:
             self._slab.give(read.region)
             return
         with self._guard:
             self._quarantine.append(read)
-        self._changed.set()
 
     def _clean(self) -> None:
         """The background: ends of quarantined reads, what consumers say, graces."""
         while not self._closed or self._quarantine or self._retired:
-            with self._guard:
-                busy = bool(self._quarantine or self._retired)
-                calm = bool(self._published)
-            self._changed.wait(_BUSY_SECONDS if busy else _CALM_SECONDS if calm else None)
+            self._changed.wait(self._pause())
             self._changed.clear()
             self._end_quarantine()
             self._listen()
             self._free_retired()
+
+    def _pause(self) -> float | None:
+        """Seconds until the library must be called again: it moves bytes only in calls."""
+        with self._guard:
+            # A reader that has not been heard of for long is dead or slow: neither is worth a core.
+            recent = time.monotonic() - self._active < _RECENT_SECONDS
+            if recent and any(published.began > published.ended for published in self._published.values()):
+                return _READING_SECONDS
+            # Recent: what this side has said at the end of a fetch must leave it.
+            return _IDLE_SECONDS if recent or self._published or self._retired or self._quarantine else None
 
     def _end_quarantine(self) -> None:
         for read in list(self._quarantine):
@@ -305,6 +317,7 @@ class NixlTransport:
                 published = self._published.get(ticket_id) or self._retired.get(ticket_id)
                 if published is not None and word in ("began", "ended"):
                     setattr(published, word, getattr(published, word) + 1)
+                    self._active = time.monotonic()
 
     def _free_retired(self) -> None:
         now = time.monotonic()
@@ -347,7 +360,8 @@ def _make_agent(slab: Slab) -> tuple[Any, tuple[type[Exception], ...]]:
     if "NIXL_LOG_LEVEL" not in os.environ:
         logging.getLogger("nixl").setLevel(logging.WARNING)  # it logs to stdout
     try:
-        agent = api.nixl_agent(f"glm-{secrets.token_hex(8)}", api.nixl_agent_config(backends=["UCX"]))
+        config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+        agent = api.nixl_agent(f"glm-{secrets.token_hex(8)}", config)
         agent.register_memory([(slab.address, slab.bytes.size, 0, "")], "DRAM")
     except failures as error:
         raise ConfigError(f"NIXL cannot start with UCX here: {error}; use transport tcp") from None
