@@ -46,6 +46,8 @@ class TransferConfig:
     kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
+        if self.kv_connector == "NixlConnector":
+            raise _error('kv_connector "NixlConnector" is called nixl here')
         _one_of("kv_connector", self.kv_connector, CONNECTORS)
         _one_of("kv_role", self.kv_role, ROLES)
         _one_of("kv_load_failure_policy", self.kv_load_failure_policy, LOAD_FAILURE_POLICIES)

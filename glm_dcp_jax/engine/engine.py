@@ -213,9 +213,14 @@ class Engine:
             if failure is None:
                 self.scheduler.loaded(sequence)
             elif connector.config.kv_load_failure_policy == "recompute":
+                name = self._owner[sequence].request_id
+                _log.warning(
+                    "request %s: its prompt is computed here: its cache did not arrive: %s", name, failure
+                )
                 self.scheduler.not_loaded(sequence)
             else:
-                _log.error("request %s failed: %s", self._owner[sequence].request_id, failure)
+                name = self._owner[sequence].request_id
+                _log.error("request %s failed: its cache did not arrive: %s", name, failure)
                 self._fail_request(sequence, f"the KV cache of its prompt did not arrive ({failure.kind})")
                 changed[self._owner[sequence]] = None
 

@@ -1,7 +1,6 @@
 """POST /v1/chat/completions."""
 
 import time
-import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -20,6 +19,7 @@ from glm_dcp_jax.serve.handover import Handover
 from glm_dcp_jax.serve.limits import check_logprobs, output_budget
 from glm_dcp_jax.serve.logprobs import chat_logprobs, prompt_logprobs_body
 from glm_dcp_jax.serve.protocol import ChatRequest
+from glm_dcp_jax.serve.request_names import Names, names_of
 
 router = APIRouter()
 
@@ -31,7 +31,7 @@ async def create_chat_completion(request: HttpRequest, body: ChatRequest) -> Res
     handover = Handover(context.engine, body.kv_transfer_params)
     with handover.guarded():
         context.require_ready()
-        chat = Chat(context, body, handover)
+        chat = Chat(context, body, handover, names_of(request, "chatcmpl"))
         if body.stream:
             return EventStream(chat.stream(), context.stopping, handover.call_off)
         return json_response(await while_connected(request.receive, context.stopping, chat.whole()))
@@ -40,11 +40,10 @@ async def create_chat_completion(request: HttpRequest, body: ChatRequest) -> Res
 class Chat:
     """One request. Raises ApiError for what can be refused without rendering the prompt."""
 
-    def __init__(self, context: Context, body: ChatRequest, handover: Handover) -> None:
-        self._context, self._body, self._handover = context, body, handover
-        self._id = f"chatcmpl-{uuid.uuid4().hex}"
+    def __init__(self, context: Context, body: ChatRequest, handover: Handover, names: Names) -> None:
+        self._context, self._body, self._handover, self._names = context, body, handover, names
         self._head = {
-            "id": self._id,
+            "id": names.answer,
             "object": "chat.completion.chunk" if body.stream else "chat.completion",
             "created": int(time.time()),
             "model": context.model(body.model),
@@ -104,7 +103,9 @@ class Chat:
         )
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         params = body.sampling_params(engine.sampling_defaults, max_tokens, logprobs, detokenize=True)
-        return Work(self._id, prompt, params, "messages", self._handover, body.priority, body.cache_salt)
+        return Work(
+            self._names.engine, prompt, params, "messages", self._handover, body.priority, body.cache_salt
+        )
 
     def _role_chunk(self, index: int) -> dict[str, Any]:
         start = {"role": "assistant", "content": ""}

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -22,6 +21,7 @@ from glm_dcp_jax.serve.handover import Handover
 from glm_dcp_jax.serve.limits import check_logprobs, encode_within, output_budget
 from glm_dcp_jax.serve.logprobs import completion_logprobs, prompt_logprobs_body
 from glm_dcp_jax.serve.protocol import CompletionRequest, Prompt
+from glm_dcp_jax.serve.request_names import Names, names_of
 
 router = APIRouter()
 DEFAULT_MAX_TOKENS = 16
@@ -34,7 +34,7 @@ async def create_completion(request: HttpRequest, body: CompletionRequest) -> Re
     handover = Handover(context.engine, body.kv_transfer_params)
     with handover.guarded():
         context.require_ready()
-        completion = Completion(context, body, handover)
+        completion = Completion(context, body, handover, names_of(request, "cmpl"))
         if body.stream:
             return EventStream(completion.stream(), context.stopping, handover.call_off)
         return json_response(await while_connected(request.receive, context.stopping, completion.whole()))
@@ -43,11 +43,10 @@ async def create_completion(request: HttpRequest, body: CompletionRequest) -> Re
 class Completion:
     """One request. Raises ApiError for what can be refused without looking at the prompts."""
 
-    def __init__(self, context: Context, body: CompletionRequest, handover: Handover) -> None:
-        self._context, self._body, self._handover = context, body, handover
-        self._id = f"cmpl-{uuid.uuid4().hex}"
+    def __init__(self, context: Context, body: CompletionRequest, handover: Handover, names: Names) -> None:
+        self._context, self._body, self._handover, self._names = context, body, handover, names
         self._head = {
-            "id": self._id,
+            "id": names.answer,
             "object": "text_completion",
             "created": int(time.time()),
             "model": context.model(body.model),
@@ -89,7 +88,8 @@ class Completion:
 
     async def _works(self) -> list[Work]:
         prompts = await asyncio.to_thread(self._tokenize)
-        names = [self._id] if len(prompts) == 1 else [f"{self._id}-{place}" for place in range(len(prompts))]
+        name = self._names.engine
+        names = [name] if len(prompts) == 1 else [f"{name}-{place}" for place in range(len(prompts))]
         return [self._work(name, prompt) for name, prompt in zip(names, prompts, strict=True)]
 
     def _tokenize(self) -> list[list[int]]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -15,6 +15,9 @@ if TYPE_CHECKING:  # they load jax
     from glm_dcp_jax.transfer.transfer_stats import Distribution, Received
 
 ANY = "over any transport"
+REFUSALS = ("unknown", "used", "expired", "other_prompt", "stale_attempt", "dropped")
+FAILURES = (*REFUSALS, "wrong_engine", "too_short", "unlike", "lost", "timeout", "corrupt", "auth")
+"""Kinds that are there from the start, at 0, so that the first failure has a rate; rarer ones come later."""
 
 
 class TransferFamilies:
@@ -44,7 +47,7 @@ class TransferFamilies:
         unheard = f"Messages about the end of a transfer that no producer answered, {ANY}"
         yield self._counter("nixl_num_failed_notifications", unheard, received.unheard)
         yield self._counters(
-            "kv_transfer_failures", "Caches that did not arrive", "kind", received.failed.items()
+            "kv_transfer_failures", "Caches that did not arrive", "kind", _all_of(FAILURES, received.failed)
         )
         cancelled = "Transfers that had begun when their request ended"
         yield self._counter("kv_transfer_cancelled", cancelled, received.cancelled)
@@ -72,7 +75,7 @@ class TransferFamilies:
             "kv_transfer_offers", "Caches that were held, by how that ended", "outcome", outcomes
         )
         refused = "Requests of consumers that were refused"
-        yield self._counters("kv_transfer_refusals", refused, "kind", offers.refused.items())
+        yield self._counters("kv_transfer_refusals", refused, "kind", _all_of(REFUSALS, offers.refused))
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
         counter = CounterMetricFamily(self._prefix + name, text, labels=self._names)
@@ -92,3 +95,7 @@ class TransferFamilies:
         buckets = list(zip(bounds, accumulate(found.counts), strict=True))
         histogram.add_metric(self._values, buckets, found.total)
         return histogram
+
+
+def _all_of(kinds: Iterable[str], found: Mapping[Any, float]) -> Iterable[tuple[str, float]]:
+    return (dict.fromkeys(kinds, 0.0) | dict(found)).items()

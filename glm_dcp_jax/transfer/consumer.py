@@ -29,6 +29,8 @@ _ATTEMPTS = 2
 """How often a key is opened: once more where a connection broke."""
 _BROKEN = ("lost", "unknown_ticket")
 """Kinds of a connection that broke: a producer takes back what it had published on it."""
+_NOT_OURS = ("unknown", "used", "expired", "wrong_engine", "other_prompt", "dropped", "stale_attempt")
+"""What a producer refuses because the key is not, or no longer, ours: nothing of it is ours to give up."""
 _LAST_WORD_SECONDS = 2.0
 """What telling a producer how a load has ended may take: its lease says the same later."""
 _CLOSE_SECONDS = 3.0
@@ -132,13 +134,16 @@ class Consumer:
         if not load.is_cancelled():
             self._events.append(Ended(load, failure))
             self._wake()
-        if failure is not None:
-            _log.log(
-                logging.INFO if load.is_cancelled() else logging.WARNING,
-                "request %s: its cache did not arrive: %s",
+        if failure is None:
+            _log.info(
+                "request %s: its cache came: tokens %d to %d, %.1f MB in %.0f ms",
                 load.request_id,
-                failure,
+                load.start,
+                load.end,
+                load.received_bytes / 1e6,
+                1e3 * (load.times.confirmed - load.times.begun),
             )
+        elif failure.kind not in _NOT_OURS:
             self._give_up(load)
 
     def _read(self, load: Load) -> None:

@@ -1,4 +1,4 @@
-"""A server of the benchmark's own: a child process on this machine, ended with it."""
+"""A server of a script's own: a child process on this machine, ended with it."""
 
 import contextlib
 import signal
@@ -60,16 +60,17 @@ class OwnServer:
 
 
 @contextlib.contextmanager
-def own_server(flags: Sequence[str]) -> Iterator[OwnServer]:
-    """A server with these flags on a free port, as long as the context is open; also SIGTERM ends it.
+def own_server(flags: Sequence[str], command: Sequence[str] | None = None) -> Iterator[OwnServer]:
+    """A server with these flags on a free port, as long as the context is open; also SIGTERM ends it. command:
+    what starts it, if not COMMAND.
 
     It gets a session of its own: Ctrl+C reaches this process, which then ends it in order.
     """
     port = _free_port()
-    with tempfile.NamedTemporaryFile(prefix="bench-serving-", suffix=".log") as log:
+    with tempfile.NamedTemporaryFile(prefix="own-server-", suffix=".log") as log:
         before = signal.signal(signal.SIGTERM, _leave)
         process = subprocess.Popen(
-            [*COMMAND, "--host", HOST, "--port", str(port), *flags],
+            [*(command or COMMAND), "--host", HOST, "--port", str(port), *flags],
             stdout=log,
             stderr=log,
             stdin=subprocess.DEVNULL,

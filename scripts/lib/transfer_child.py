@@ -132,25 +132,27 @@ class EngineChild:
         self._engine = LLM(model, **json.loads(settings)).engine
         self._engine.runner.warm_up()
 
-    def prefill(self, name: str, prompt: list[int]) -> Answer:
+    def prefill(self, prompt: list[int]) -> Answer:
         """Compute a prompt and keep its cache: params, seconds it took, and when it was done, of time.monotonic()."""
+        wish = {"kv_transfer_params": {"do_remote_decode": True}}
+        began = time.monotonic()
+        output = self._run(prompt, max_tokens=1, extra_args=wish)
+        done = time.monotonic()
+        return {"params": output.kv_transfer_params, "seconds": done - began, "done_at": done}
+
+    def alone(self, prompt: list[int], tokens: int) -> Answer:
+        """So many tokens that it says to a prompt by itself."""
+        return {"tokens": self._run(prompt, max_tokens=tokens).outputs[0].token_ids}
+
+    def _run(self, prompt: list[int], **sampling: Any) -> Any:
         from glm_dcp_jax import SamplingParams
 
-        wish = {"kv_transfer_params": {"do_remote_decode": True}}
-        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, extra_args=wish)
-        began = time.monotonic()
-        self._engine.add_request(name, prompt, params)
+        params = SamplingParams(temperature=0, ignore_eos=True, **sampling)
+        self._engine.add_request("request", prompt, params)
         while True:
             for progress in self._engine.step():
                 if progress.finished:
-                    done = time.monotonic()
-                    output = progress.output()
-                    return {
-                        "params": output.kv_transfer_params,
-                        "seconds": done - began,
-                        "done_at": done,
-                        "token": output.outputs[0].token_ids[0],
-                    }
+                    return progress.output()
 
 
 def _commands() -> "queue.Queue[Answer]":

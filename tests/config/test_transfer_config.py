@@ -24,7 +24,8 @@ def test_roles():
 
 WRONG = {
     "kv_connector is missing": {},
-    "kv_connector 'NixlConnector' is unknown; use one of tcp": {"kv_connector": "NixlConnector"},
+    "kv_connector 'p2p' is unknown; use one of tcp": {"kv_connector": "p2p"},
+    'kv_connector "NixlConnector" is called nixl here': {"kv_connector": "NixlConnector"},
     "kv_role 'both' is unknown": {"kv_connector": "tcp", "kv_role": "both"},
     "there is no key 'kv_conector'": {"kv_conector": "tcp"},
     "kv_rank is not supported: any number": {"kv_connector": "tcp", "kv_rank": 0},

@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).parents[1] / "engine"))
 
 from tiny import SETTINGS, random_prompts
 
-LEASE, HANDSHAKE, TRANSFER = 2.0, 2.0, 3.0
+LEASE, HANDSHAKE, TRANSFER = 3.0, 4.0, 6.0
 PROMPT, NEW_TOKENS = 70, 6
 _seeds = itertools.count(1000)
 

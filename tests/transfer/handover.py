@@ -28,8 +28,8 @@ Result = dict[str, Any]
 LOGPROBS, NEW_TOKENS = 20, 12
 TOLERANCE = 2e-4
 _LONGEST = 200
-_DRAFTS = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}
-_ONE_BY_ONE = {"max_num_batched_tokens": 16, "precompile_token_paddings": (16,)}
+DRAFTS = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}
+IN_CHUNKS = {"max_num_batched_tokens": 16, "precompile_token_paddings": (16,)}
 
 
 @dataclass(frozen=True)
@@ -121,12 +121,12 @@ PAIRS = {
     "indexer shards 4 -> 1": Pair(sized(4, 4, dcp_indexer_shards=4), sized(4, 4)),
     "indexer shards 1 -> 3": Pair(sized(4, 4), sized(6, 6, dcp_indexer_shards=3)),
     "indexer shards 2 -> 4": Pair(sized(4, 4, dcp_indexer_shards=2), sized(4, 4, dcp_indexer_shards=4)),
-    "chunks of 16 tokens on P": Pair(sized(4, 4, **_ONE_BY_ONE), sized(2, 2)),
-    "drafts on both": Pair(sized(4, 4, **_DRAFTS), sized(6, 3, **_DRAFTS), drafting=True),
+    "chunks of 16 tokens on P": Pair(sized(4, 4, **IN_CHUNKS), sized(2, 2)),
+    "drafts on both": Pair(sized(4, 4, **DRAFTS), sized(6, 3, **DRAFTS), drafting=True),
     "drafts on both, blocks 8 -> 4": Pair(
-        sized(2, 1, block_size=8, **_DRAFTS), sized(4, 4, **_DRAFTS), drafting=True
+        sized(2, 1, block_size=8, **DRAFTS), sized(4, 4, **DRAFTS), drafting=True
     ),
-    "drafts on P only": Pair(sized(4, 4, **_DRAFTS), sized(2, 2), drafting=True),
+    "drafts on P only": Pair(sized(4, 4, **DRAFTS), sized(2, 2), drafting=True),
     "bfloat16 records": _with_records("bfloat16", sized(4, 4), sized(2, 2)),
     "fp8 records": _with_records("fp8_ds_mla", sized(4, 4), sized(2, 2)),
     "nvfp4 records": _with_records("nvfp4_ds_mla", sized(4, 4), sized(2, 2)),
@@ -295,8 +295,8 @@ def check_same(found: Result, expected: Result, what: str) -> None:
 
 
 def check_logprobs(found: list[dict[str, float]], expected: list[dict[str, float]], what: str) -> None:
-    """Raise AssertionError unless all are within the tolerance. Of tokens that are as good as equally likely, either may
-    be the last of the likeliest."""
+    """Raise AssertionError unless all are within the tolerance. Of tokens that are as good as equally likely, either
+    may be the last of the likeliest."""
     assert len(found) == len(expected), what
     for position, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         for token in ours.keys() | theirs.keys():

@@ -53,7 +53,7 @@ class Giver:
     before_pack: called when a piece is to be packed, for tests that need time then.
     """
 
-    lease: float = 30.0
+    lease: float = 4 * SECONDS
     fingerprint: Fingerprint = PRODUCER
     secret: bytes = b""
     freed: list[str] = field(default_factory=list)
@@ -97,7 +97,7 @@ class Giver:
             packed.append(jax.device_put(rows.astype(np.uint8)))
         return packed
 
-    def wait_idle(self, seconds: float = 10.0) -> None:
+    def wait_idle(self, seconds: float = SECONDS) -> None:
         """Raise AssertionError unless nothing is held or published soon, and all pages have come back, once."""
         wait_for(lambda: not self.producer.held and not self.transport.usage()["tickets"], seconds)
         wait_for(lambda: len(self.freed) >= self.offered, seconds)
@@ -116,8 +116,8 @@ class Taker:
         self,
         fingerprint: Fingerprint = CONSUMER,
         lease: float = 30.0,
-        handshake: float = 1.0,
-        transfer: float = 2.0,
+        handshake: float = SECONDS / 2,
+        transfer: float = SECONDS / 2,
         secret: bytes = b"",
     ) -> None:
         self.geometry: Geometry = fingerprint.geometry
@@ -192,7 +192,7 @@ class Taker:
         return start, end
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = SECONDS) -> None:
     """Raise AssertionError unless it is so in time."""
     deadline = time.monotonic() + seconds
     while not condition():

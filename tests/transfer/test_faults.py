@@ -99,7 +99,7 @@ BREAKS = {
 """What happens on the way, and the kind of failure that it is."""
 
 
-@both("name", BREAKS, slow=("one that stands still at the end",))
+@both("name", BREAKS, slow=("one that stands still in the middle", "one that stands still at the end"))
 def test_a_transfer_that_fails(engines, consumer, name):
     make, kind = BREAKS[name]
     prompt = new_prompt()

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 from between import Between, Message, alters, always, answers, at, breaks, breaks_after
-from reading import CONSUMER, LENGTH, PIECE, PRODUCER, PROMPT, Giver, Taker, wait_for
+from reading import CONSUMER, LENGTH, PIECE, PRODUCER, PROMPT, SECONDS, Giver, Taker, wait_for
 
 from glm_dcp_jax.transfer.fingerprint import PROTOCOL
 from glm_dcp_jax.transfer.references import Reference
@@ -25,7 +25,8 @@ from glm_dcp_jax.transfer.wire import Listener
 
 CONVERSATION = ("hello", "layout", "open", "piece", "taken", "confirm", "ack")
 """What a load says, in this order."""
-HANDSHAKE, TRANSFER = 0.5, 1.5
+HANDSHAKE, TRANSFER = 1.0, 2.5
+"""Seconds that somebody impatient waits."""
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +38,13 @@ def giver() -> Iterator[Giver]:
 
 @pytest.fixture(scope="module")
 def taker() -> Iterator[Taker]:
+    taker = Taker()
+    yield taker
+    taker.close()
+
+
+@pytest.fixture(scope="module")
+def impatient() -> Iterator[Taker]:
     taker = Taker(handshake=HANDSHAKE, transfer=TRANSFER)
     yield taker
     taker.close()
@@ -59,11 +67,9 @@ def afterwards(giver: Giver, taker: Taker) -> Iterator[None]:
 
 
 def failing(taker: Taker, params: Message, kind: str, prompt: list[int] = PROMPT) -> None:
-    """Raise AssertionError unless the load ends like this, and soon."""
-    began = time.monotonic()
+    """Raise AssertionError unless the load ends like this."""
     failure = taker.read(params, prompt)
-    assert failure is not None and failure.kind == kind
-    assert time.monotonic() - began < TRANSFER + 6, "it took longer than any deadline"
+    assert failure is not None and failure.kind == kind, failure
 
 
 def test_what_a_load_says(giver, taker, between):
@@ -88,6 +94,19 @@ def test_pieces_that_have_landed_are_not_read_again(giver, taker, between, numbe
     starts = [message["start"] for message in between.seen if message["do"] == "piece"]
     # What was asked for ahead, and had not been fetched, is asked for again.
     assert len(starts) <= 4 + 2
+
+
+def test_a_ticket_that_went_with_its_connection_is_asked_for_again(giver, taker, between):
+    """As when the connection breaks while a piece is fetched, which is another connection's business."""
+
+    def retires(message: Message, ask: Any) -> Message:
+        answer = ask(message)
+        giver.transport.retire(answer["ticket"]["id"])
+        return answer
+
+    with between.doing(at("piece", retires, 1)):
+        assert taker.read(between.through(giver.offer())) is None
+    assert between.count("open") == 2
 
 
 @pytest.mark.parametrize("do", CONVERSATION[:-1])
@@ -156,14 +175,26 @@ def test_fingerprints_that_cannot_be(giver, taker, between, name):
         {"rows": "8"},
         {"row_bytes": [24, 24, 2**40]},
         {"row_bytes": None},
-        {"padded_rows": [1, 1, 1]},
-        {"transport": "nixl"},
-        {"id": 5},
-        {"port": "x"},
     ],
     ids=str,
 )
-def test_tickets_of_other_arrays_are_refused_before_anything_is_fetched(giver, taker, between, change):
+def test_tickets_of_other_arrays_are_refused_before_anything_is_fetched(
+    giver, taker, between, change, monkeypatch
+):
+    def fetch(*_: Any) -> None:
+        raise AssertionError("there would be memory for it by now")
+
+    lies = alters(lambda answer: answer | {"ticket": answer["ticket"] | change})
+    with between.doing(always("piece", lies)), monkeypatch.context() as changed:
+        changed.setattr(taker.transport, "fetch", fetch)
+        failing(taker, between.through(giver.offer()), "corrupt")
+    giver.wait_idle()
+
+
+@pytest.mark.parametrize(
+    "change", [{"padded_rows": [1, 1, 1]}, {"transport": "nixl"}, {"id": 5}, {"port": "x"}], ids=str
+)
+def test_tickets_that_are_none(giver, taker, between, change):
     lies = alters(lambda answer: answer | {"ticket": answer["ticket"] | change})
     with between.doing(always("piece", lies)):
         failing(taker, between.through(giver.offer()), "corrupt")
@@ -223,7 +254,7 @@ def test_other_bytes_than_were_packed(giver, taker, between, kind):
 
 def silent(message: Message, ask: Any) -> Message:
     """Nothing is answered for longer than anybody waits."""
-    time.sleep(TRANSFER + 1)
+    time.sleep(SECONDS / 4 if message["do"] == "ack" else TRANSFER + 1)
     return ask(message)
 
 
@@ -238,17 +269,20 @@ def silent(message: Message, ask: Any) -> Message:
     ]
     + [("confirm", TRANSFER)],
 )
-def test_a_producer_that_says_nothing_any_more_is_a_timeout_when_due(giver, taker, between, do, seconds):
+def test_a_producer_that_says_nothing_any_more_is_a_timeout_when_due(giver, impatient, between, do, seconds):
+    params = between.through(giver.offer())
     began = time.monotonic()
     with between.doing(always(do, silent)):
-        failing(taker, between.through(giver.offer()), "timeout")
-    assert seconds - 0.1 < time.monotonic() - began < seconds + 2
+        failing(impatient, params, "timeout")
+    assert seconds - 0.1 < time.monotonic() - began < seconds + 10
     giver.wait_idle()
 
 
 def test_a_load_does_not_wait_long_for_the_answer_to_its_ack(giver, taker, between):
+    began = time.monotonic()
     with between.doing(at("ack", silent)):
         assert taker.read(between.through(giver.offer())) is None
+    assert time.monotonic() - began < SECONDS / 4
 
 
 class TestStrangers:
@@ -267,7 +301,7 @@ class TestStrangers:
         ],
         ids=["nothing", "zeros", "HTTP", "another version", "half a proof", "a wrong proof", "no"],
     )
-    def test_a_listener(self, giver, taker, says, kind):
+    def test_a_listener(self, giver, impatient, says, kind):
         stranger = socket.create_server(("127.0.0.1", 0))
         kept = []
 
@@ -282,7 +316,7 @@ class TestStrangers:
 
         threading.Thread(target=accept, daemon=True).start()
         params = giver.offer() | {"remote_port": stranger.getsockname()[1]}
-        failing(taker, params, kind)
+        failing(impatient, params, kind)
         stranger.shutdown(socket.SHUT_RDWR)
         for each in (stranger, *kept):
             each.close()
@@ -291,7 +325,7 @@ class TestStrangers:
     @pytest.mark.parametrize(
         "frame", [b"GDJx", os.urandom(64), b"GDJx\0\1\0\0\0\0\0\2[]", b"GDJx\0\1\0\0\xff\xff\xff\xff"]
     )
-    def test_frames_that_are_none(self, giver, taker, frame):
+    def test_frames_that_are_none(self, giver, impatient, frame):
         def serve(peer: Any) -> None:
             peer.receive(None)
             with peer.use():
@@ -300,7 +334,7 @@ class TestStrangers:
 
         stranger = Listener("127.0.0.1", 0, b"", serve, "stranger")
         params = giver.offer() | {"remote_port": stranger.port}
-        failure = taker.read(params)
+        failure = impatient.read(params)
         assert failure is not None and failure.kind in ("protocol", "timeout", "lost")
         stranger.close()
         giver.producer.release(Reference.of_params(params))
@@ -338,7 +372,7 @@ class TestRefusals:
     def test_a_key_that_another_is_just_using(self, giver, taker, between):
         """The second is refused, and the first does not notice."""
         params, refused = giver.offer(), []
-        other = Taker(handshake=HANDSHAKE, transfer=TRANSFER)
+        other = Taker()
 
         def second(message: Message, ask: Any) -> Message:
             refused.append(other.read(params))
@@ -370,7 +404,7 @@ class TestRefusals:
         ids=str,
     )
     def test_engines_that_do_not_fit_together(self, giver, change):
-        other = Taker(replace(CONSUMER, **change), handshake=HANDSHAKE, transfer=TRANSFER)
+        other = Taker(replace(CONSUMER, **change))
         failing(other, giver.offer(), "unlike")
         giver.wait_idle()
         assert other.consumer.loads == 0
@@ -382,7 +416,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize("secrets", [(b"a" * 16, b""), (b"", b"b" * 16), (b"a" * 16, b"b" * 16)])
     def test_another_secret(self, secrets):
-        there, here = Giver(secret=secrets[0], lease=1.0), Taker(secret=secrets[1], handshake=HANDSHAKE)
+        there, here = Giver(secret=secrets[0], lease=1.0), Taker(secret=secrets[1])
         failing(here, there.offer(), "auth")
         there.wait_idle()  # when its lease is over: nobody could tell it
         here.close()
@@ -412,10 +446,29 @@ def test_a_load_that_was_cancelled_before_it_began_is_told_to_the_producer(giver
     assert taker.consumer.loads == 0 and taker.consumer.events() == []
 
 
+def test_an_error_of_our_own_fails_the_load_and_not_its_thread(giver, taker, monkeypatch):
+    def fails(*_: Any) -> None:
+        raise KeyError("a mistake")
+
+    with monkeypatch.context() as changed:
+        changed.setattr(taker.transport, "fetch", fails)
+        for _ in range(8):  # more than there are threads
+            failing(taker, giver.offer(), "error")
+
+
+def test_only_arrays_of_one_device_are_published(giver, devices):
+    """A part of an array on several devices would be matched by its number, and not by what it holds."""
+    mesh = jax.make_mesh((2,), ("x",), devices=devices(2))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    array = jax.device_put(np.zeros((4, 8), np.uint8), sharding)
+    with pytest.raises(ValueError, match="on several devices"):
+        giver.transport.publish([array], [4])
+
+
 @pytest.mark.parametrize("lost", [None, "x", 5, [[]], [{}], [None], {}, ["x" * 1000], [1.5]])
 def test_heartbeats_survive_whatever_is_answered(giver, between, lost):
     """The thread that keeps caches alive would end unseen."""
-    taker = Taker(lease=0.12, handshake=HANDSHAKE, transfer=TRANSFER)
+    taker = Taker(lease=0.12)
     load = taker.expect(between.through(giver.offer()))
     with between.doing(always("beat", answers({"lost": lost}))):
         wait_for(lambda: between.count("beat") > 2)

@@ -33,8 +33,8 @@ class JourneyAnswer(Response):
             pass
         except ApiError as error:
             outcome = self._outcome_of_error(error, reply)
-            why = explain(error.__cause__) if error.__cause__ else "no more is known"
-            _LOG.warning("request %s: %s (%s)", self._request_id, error.message, why)
+            why = f" ({explain(error.__cause__)})" if error.__cause__ else ""
+            _LOG.warning("request %s: %s%s", self._request_id, error.message, why)
             await reply.fail(error)
         except Exception:
             outcome = "broken" if reply.started else "failed"

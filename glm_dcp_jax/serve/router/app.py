@@ -90,11 +90,12 @@ async def models(request: Request) -> Response:
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """200 with an empty body when there is a healthy server of each role, else 503."""
-    context = context_of(request)
-    for pool, role in ((context.prefill, "prefill"), (context.decode, "decode")):
-        if not pool.any_healthy:
-            raise ApiError(f"no {role} server is healthy", 503)
+    """200 with an empty body when requests can be served, which takes a healthy decode server, else 503.
+
+    Without a prefill server they are served all the same: /healthcheck and the metrics tell.
+    """
+    if not context_of(request).decode.any_healthy:
+        raise ApiError("no decode server is healthy", 503)
     return Response()
 
 

@@ -51,7 +51,7 @@ NAMES = tuple(_MAKERS)
 
 def available() -> list[str]:
     """The transports that can be made here: all, but nixl only where a NIXL wheel is installed."""
-    from glm_dcp_jax.transfer.transports.nixl import installed
+    from glm_dcp_jax.transfer.transports.nixl_agent import installed
 
     return [name for name in NAMES if name != "nixl" or installed()]
 

@@ -9,14 +9,18 @@ traps, all of which were observed:
   on single devices travel, and the consumer asks for exactly what the ticket, made by the producer, says.
 * A uuid can be pulled once; a second pull hangs. A ticket that was fetched here is refused here; fetched by another
   process, it is a timeout.
-* A pull of something unknown, of a stopped or an absent producer hangs for ever. The deadline is ours: at it the
-  connection is poisoned, which ends every pull on it, so each fetch has a connection to itself.
+* A pull of something unknown, or of a stopped producer, hangs for ever. The deadline is ours. Poisoning the connection
+  ends the pull, and every other on it, so each fetch has a connection to itself.
+* Where nobody listens the library goes on trying: whether somebody does is asked first.
+* A pull that is poisoned while the producer is stopped, or has just gone on, costs the producer staging buffers for
+  good: one that was often stopped serves nobody any more. So a pull that was given up is left alone until it ends, or
+  the producer has shown for a while, by answering another one on the same connection, that it has nothing to send;
+  what arrives meanwhile is the library's, and is dropped.
 * What is never pulled stays in memory for ever: `retire` overwrites its uuid with an empty list, which also turns a
   late pull into an error. That empty entry expires, which is noticed only while somebody publishes: a heartbeat.
-* When a producer that was stopped goes on and finds several pulls given up meanwhile, of together more than twice its
-  staging buffers, it never serves anyone again. So no more than the staging buffers is published at a time.
 
-What is left: a consumer that is stopped during a pull may hold all staging buffers, and others wait until it is gone.
+What is left: a consumer that is killed while its producer is stopped costs buffers as above, at most those of what is
+published at a time, which is bounded; one that is stopped during a pull may hold all buffers until it is gone.
 
 It carries no proof of identity, and four zero bytes sent to its port abort the process: loopback or a private network.
 """
@@ -28,6 +32,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -57,10 +62,15 @@ PUBLISH_SECONDS = 30.0
 """How long a publication waits for others to be retired."""
 TOMBSTONE_SECONDS = 60.0
 """How long a pull of a retired ticket fails at once; later it waits for its deadline."""
-HEARTBEAT_SECONDS = 1.0
-_HEARTBEAT_UUID = 1 << 63  # tickets have 63 bits
+QUARANTINE_SECONDS = 60.0
+"""How long a pull that was given up is left to a producer that does not answer."""
+FLOW_SECONDS = 5.0
+"""How long one is left to a producer that does."""
+HEARTBEAT_SECONDS = 0.5
+_HEARTBEAT_UUID = 1 << 63  # tickets have 63 bits; it has an empty list, so that a pull of it fails at once
 _SPENT_REMEMBERED = 4096
 _MOST_WAIT_SECONDS = 0.002
+_QUARANTINE_POLL_SECONDS = 0.05
 
 _MEANINGS: tuple[tuple[str, TransportErrorKind], ...] = (
     ("out of range 0", "unknown_ticket"),  # the empty list that `retire` leaves
@@ -71,6 +81,22 @@ _MEANINGS: tuple[tuple[str, TransportErrorKind], ...] = (
     ("deleted before transfers completed", "corrupt"),
 )
 """The library's words for what else than a lost peer can happen to a pull."""
+
+
+@dataclass(eq=False)
+class _GivenUp:
+    connection: Any
+    pulled: list[jax.Array]
+    probe: list[jax.Array]
+    until: float
+
+    @property
+    def over(self) -> bool:
+        """Whether it has arrived or failed, or has been waited for long enough."""
+        if self.probe and _ready(self.probe):  # the producer runs, and will soon have sent what it has at all
+            self.until = min(self.until, time.monotonic() + FLOW_SECONDS)
+            self.probe = []
+        return _ready(self.pulled) or time.monotonic() > self.until
 
 
 class JaxTransport:
@@ -90,9 +116,8 @@ class JaxTransport:
         self._guard = threading.Condition()
         self._published: dict[str, tuple[int, int]] = {}  # ticket id -> uuid, bytes
         self._spent: OrderedDict[str, None] = OrderedDict()
-        self._tombstones_until = 0.0
-        self._changed = threading.Event()
-        self._closed = False
+        self._quarantine: list[_GivenUp] = []
+        self._closed = threading.Event()
         threading.Thread(target=self._beat, name="transfer heartbeat", daemon=True).start()
 
     def publish(self, arrays: Sequence[jax.Array], rows: Sequence[int]) -> Ticket:
@@ -122,9 +147,7 @@ class JaxTransport:
             # The library takes local wall-clock time. A clock that is set meanwhile moves the end of a tombstone only.
             until = datetime.datetime.now() + datetime.timedelta(seconds=TOMBSTONE_SECONDS)
             self._server.await_pull(uuid, [], timeout=until)
-            self._tombstones_until = time.monotonic() + TOMBSTONE_SECONDS + 3
             self._guard.notify_all()
-        self._changed.set()
 
     def fetch(
         self, ticket: Ticket, deadline: float, cancelled: Callable[[], bool] = never
@@ -147,16 +170,18 @@ class JaxTransport:
         fetched = [np.empty(shape, np.uint8) for shape in shapes]
         if not moved:
             return fetched
-        connection = self._idle.take(peer) or self._server.connect(peer[0])
+        connection = self._idle.take(peer)
+        if connection is None:
+            _check_listener(peer[0], deadline, name)
+            connection = self._server.connect(peer[0])
+        pulled: list[jax.Array] = []
         try:
-            sharding = SingleDeviceSharding(self._device)
-            wanted = [jax.ShapeDtypeStruct(padded[index], np.uint8, sharding=sharding) for index in moved]
-            pulled = connection.pull(uuid, wanted)
+            pulled = connection.pull(uuid, [self._wanted(padded[index]) for index in moved])
             _wait(pulled, deadline, cancelled, name)
             for index, array in zip(moved, pulled, strict=True):
                 fetched[index][:] = np.asarray(array)[: shapes[index][0]]
         except BaseException as error:
-            connection._poison_connection()
+            self._give_up(connection, pulled)
             if isinstance(error, jax.errors.JaxRuntimeError):
                 raise TransportError(_meaning(str(error)), f"{name}: {error}") from None
             raise
@@ -166,15 +191,18 @@ class JaxTransport:
     def usage(self) -> dict[str, int]:
         """As Transport.usage."""
         with self._guard:
-            return {"tickets": len(self._published), "bytes": self._held(), "quarantined_bytes": 0}
+            return {
+                "tickets": len(self._published),
+                "bytes": self._held(),
+                "quarantined_bytes": sum(array.nbytes for one in self._quarantine for array in one.pulled),
+            }
 
     def close(self) -> None:
         """As Transport.close. The library's own threads stay until the process ends."""
         for ticket_id in list(self._published):
             self.retire(ticket_id)
         self._idle.close()
-        self._closed = True
-        self._changed.set()
+        self._closed.set()
 
     def _held(self) -> int:
         return sum(size for _, size in self._published.values())
@@ -191,15 +219,30 @@ class JaxTransport:
             if len(self._spent) > _SPENT_REMEMBERED:
                 self._spent.popitem(last=False)
 
+    def _wanted(self, shape: tuple[int, int]) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, np.uint8, sharding=SingleDeviceSharding(self._device))
+
+    def _give_up(self, connection: Any, pulled: list[jax.Array]) -> None:
+        if _ready(pulled):
+            connection._poison_connection()
+            return
+        probe = connection.pull(_HEARTBEAT_UUID, [self._wanted((1, 1))])
+        with self._guard:
+            until = time.monotonic() + QUARANTINE_SECONDS
+            self._quarantine.append(_GivenUp(connection, pulled, probe, until))
+
     def _beat(self) -> None:
-        while not self._closed:
-            # Without tombstones there is nothing to expire, and the thread sleeps until there is.
-            self._changed.wait()
-            self._changed.clear()
-            while not self._closed and time.monotonic() < self._tombstones_until:
-                time.sleep(HEARTBEAT_SECONDS)
-                with self._guard:
-                    self._server.await_pull(_HEARTBEAT_UUID, [])
+        """The background: lets tombstones expire, and ends what was given up."""
+        while True:
+            closed = self._closed.wait(_QUARANTINE_POLL_SECONDS if self._quarantine else HEARTBEAT_SECONDS)
+            with self._guard:
+                self._server.await_pull(_HEARTBEAT_UUID, [])
+                over = [one for one in self._quarantine if closed or one.over]
+                self._quarantine = [one for one in self._quarantine if one not in over]
+            for one in over:
+                one.connection._poison_connection()
+            if closed:
+                return
 
 
 def _serve(host: str, port: int, device: jax.Device) -> Any:
@@ -221,14 +264,31 @@ def _serve(host: str, port: int, device: jax.Device) -> Any:
         ) from None
 
 
+def _check_listener(address: str, deadline: float, name: str) -> None:
+    """Raises TransportError "lost" where nobody listens, "timeout" if there is no answer."""
+    host, _, port = address.rpartition(":")
+    try:
+        left = max(0.001, deadline - time.monotonic())
+        socket.create_connection((host.strip("[]"), int(port)), timeout=left).close()
+    except TimeoutError:
+        raise TransportError("timeout", f"{name}: no connection in time") from None
+    except (OSError, ValueError) as error:
+        raise TransportError("lost", f"{name}: cannot connect: {error}") from None
+
+
 def _bracketed(host: str | int) -> str:
     return f"[{host}]" if ":" in str(host) else str(host)
+
+
+def _ready(arrays: Sequence[jax.Array]) -> bool:
+    """Whether all are there or have failed."""
+    return all(array.is_ready() for array in arrays)  # type: ignore[attr-defined]
 
 
 def _wait(pulled: Sequence[jax.Array], deadline: float, cancelled: Callable[[], bool], name: str) -> None:
     """Until all arrays are there or have failed. Polled, since the library's own wait knows no deadline."""
     pause = 0.0001
-    while not all(array.is_ready() for array in pulled):  # type: ignore[attr-defined]
+    while not _ready(pulled):
         check_time(deadline, cancelled, name)
         time.sleep(pause)
         pause = min(2 * pause, _MOST_WAIT_SECONDS)

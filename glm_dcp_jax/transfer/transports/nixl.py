@@ -10,24 +10,18 @@ done about what one-sided reads do, all of which was observed:
   slab is registered once and stays for the life of the process, and a retired ticket's region is used again only when
   the consumer has said that its reads are over, or after a grace.
 * A stopped peer is waited for without end: deadlines are ours. A dead one is an error at once, and is forgotten.
-* The library's own progress thread takes a whole core: ours calls it, as often as there is something to move.
+* The library moves bytes in calls, or in a thread that takes a whole core: ours calls while there is something to move.
 * The agent is not thread-safe by itself, and listens on every network unless UCX is told which: one lock, and loopback
   only where the host is loopback. Elsewhere set UCX_NET_DEVICES. It carries no proof of identity: a private network.
 """
 
-import base64
-import contextlib
 import ipaddress
-import logging
 import os
-import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -42,14 +36,12 @@ from glm_dcp_jax.transfer.transports.interface import (
     check_time,
     new_ticket,
 )
+from glm_dcp_jax.transfer.transports.nixl_agent import Agent
 from glm_dcp_jax.transfer.transports.slab import ALIGNMENT, Region, Slab, aligned
 
-_PACKAGES = ("nixl_cu12", "nixl_cu13")
 PUBLISH_SECONDS = 30.0
 """How long a publication waits for room in the slab."""
 
-_LIFELONG: list[Any] = []
-"""Agents and slabs, which must outlive every transport."""
 _ID_BYTES = 32
 _MOST_WAIT_SECONDS = 0.001
 _READING_SECONDS = 0.0001
@@ -71,11 +63,14 @@ class _Published:
 
 
 @dataclass
-class _Read:
+class _Landing:
+    """Where a fetch reads to."""
+
     ticket_id: str
-    agent: str
+    peer: str
     region: Region
-    handle: Any = None  # of a read that has not ended
+    read: Any = None  # nixl_agent.Read: the latest
+    noted: bool = False  # whether that read tells the peer of its end
 
 
 class NixlTransport:
@@ -96,17 +91,12 @@ class NixlTransport:
             os.environ.setdefault("UCX_NET_DEVICES", "lo")
         self._slab = Slab(slab_bytes)
         self._grace_seconds = grace_seconds
-        self._agent_lock = threading.Lock()
-        self._agent, self._failures = _make_agent(self._slab)
-        self._address = {
-            "agent": self._agent.name,
-            "metadata": base64.b64encode(self._agent.get_agent_metadata()).decode(),
-        }
+        self._agent = Agent(self._slab)
+        self._address = {"agent": self._agent.name, "metadata": self._agent.metadata}
         self._guard = threading.Lock()
         self._published: dict[str, _Published] = {}
         self._retired: dict[str, _Published] = {}
-        self._quarantine: list[_Read] = []
-        self._peers: set[str] = set()
+        self._quarantine: list[_Landing] = []
         self._active = 0.0
         self._changed = threading.Event()
         self._closed = False
@@ -149,28 +139,30 @@ class NixlTransport:
     ) -> list[np.ndarray]:
         """As Transport.fetch."""
         shapes = check_ticket(ticket, self.name)
-        ticket_id, agent, address = ticket["id"], str(ticket.get("agent")), ticket.get("address")
-        name = f"ticket {ticket_id[:8]}... of {agent}"
+        ticket_id, peer, address = ticket["id"], str(ticket.get("agent")), ticket.get("address")
+        what = f"ticket {ticket_id[:8]}... of {peer}"
         if type(address) is not int or not 0 < address < 1 << 63:
-            raise TransportError("corrupt", f"{name}: its address is {address!r}")
+            raise TransportError("corrupt", f"{what}: its address is {address!r}")
         places, size = _layout(shapes)
-        check_time(deadline, cancelled, name)
-        self._meet(agent, ticket.get("metadata"), f"began {ticket_id}", name)
-        read = _Read(ticket_id, agent, self._slab.take(size, deadline, cancelled, name))
+        check_time(deadline, cancelled, what)
+        self._agent.meet(peer, ticket.get("metadata"), what)
+        landing = _Landing(ticket_id, peer, self._slab.take(size, deadline, cancelled, what))
         try:
+            self._agent.say(peer, f"began {ticket_id}", what)
             if size > ALIGNMENT:
-                self._read(read, slice(ALIGNMENT, size), address, "", deadline, cancelled, name)
-            seal = self._view(read.region, slice(0, _ID_BYTES))
+                self._read(landing, slice(ALIGNMENT, size), address, "", deadline, cancelled, what)
+            seal = self._view(landing.region, slice(0, _ID_BYTES))
             seal[:] = 0
-            self._read(read, slice(0, _ID_BYTES), address, f"ended {ticket_id}", deadline, cancelled, name)
+            end = f"ended {ticket_id}"
+            self._read(landing, slice(0, _ID_BYTES), address, end, deadline, cancelled, what)
             if seal.tobytes() != ticket_id.encode():
-                raise TransportError("unknown_ticket", f"{name}: not published, or retired")
+                raise TransportError("unknown_ticket", f"{what}: not published, or retired")
             return [
-                self._view(read.region, place).reshape(shape).copy()
+                self._view(landing.region, place).reshape(shape).copy()
                 for place, shape in zip(places, shapes, strict=True)
             ]
         finally:
-            self._settle(read)
+            self._settle(landing)
 
     def usage(self) -> dict[str, int]:
         """As Transport.usage."""
@@ -194,85 +186,37 @@ class NixlTransport:
     def _view(self, region: Region, place: slice) -> np.ndarray:
         return self._slab.bytes[region.start + place.start : region.start + place.stop]
 
-    @contextlib.contextmanager
-    def _library(self, name: str, agent: str) -> Iterator[None]:
-        """One call at a time; its failures as TransportErrors. A peer that was lost is met anew if it ever returns."""
-        with self._agent_lock:
-            try:
-                yield
-            except self._failures as error:
-                wrong = ("NotFound", "InvalidParam", "Mismatch", "NotAllowed", "NotSupported")
-                if any(word in type(error).__name__ for word in wrong):
-                    raise TransportError("corrupt", f"{name}: {error}") from None
-                self._peers.discard(agent)
-                with contextlib.suppress(*self._failures):
-                    self._agent.remove_remote_agent(agent)
-                raise TransportError("lost", f"{name}: {error}") from None
-
-    def _meet(self, agent: str, metadata: Any, note: str, name: str) -> None:
-        """Learn where a peer is, once, and send it a note."""
-        try:
-            known = base64.b64decode(metadata, validate=True)
-        except (TypeError, ValueError):
-            raise TransportError("corrupt", f"{name}: its metadata cannot be read") from None
-        with self._library(name, agent):
-            if agent not in self._peers:
-                self._peers.add(self._agent.add_remote_agent(known).decode())
-            if agent not in self._peers:
-                raise TransportError("corrupt", f"{name}: its metadata is of another agent")
-            self._agent.send_notif(agent, note.encode())
-
     def _read(
         self,
-        read: _Read,
+        landing: _Landing,
         place: slice,
         address: int,
         note: str,
         deadline: float,
         cancelled: Callable[[], bool],
-        name: str,
+        what: str,
     ) -> None:
         """Read `place` of a published region into the same place of our own; `note` is sent when it is there."""
-        size, start = place.stop - place.start, self._slab.address + read.region.start
-        with self._library(name, read.agent):
-            ours = self._agent.get_xfer_descs([(start + place.start, size, 0)], "DRAM")
-            theirs = self._agent.get_xfer_descs([(address + place.start, size, 0)], "DRAM")
-            read.handle = self._agent.initialize_xfer("READ", ours, theirs, read.agent, note.encode())
-        state, pause = self._advance(read, self._agent.transfer, name), 0.00005
-        while state == "PROC":
-            check_time(deadline, cancelled, name)
+        source, target = address + place.start, self._slab.address + landing.region.start + place.start
+        landing.noted = bool(note)
+        landing.read = self._agent.read(landing.peer, source, target, place.stop - place.start, note, what)
+        self._agent.poll(landing.read, what)
+        pause = 0.00005
+        while not landing.read.ended:
+            check_time(deadline, cancelled, what)
             time.sleep(pause)
             pause = min(2 * pause, _MOST_WAIT_SECONDS)
-            state = self._advance(read, self._agent.check_xfer_state, name)
-        if state != "DONE":
-            raise TransportError("lost", f"{name}: the read ended as {state}")
+            self._agent.poll(landing.read, what)
 
-    def _advance(self, read: _Read, step: Callable[[Any], str], name: str) -> str:
-        """The state of a read after `step`. One that has ended, well or not, is released; no other ever is."""
-        try:
-            with self._library(name, read.agent):
-                state = step(read.handle)
-        except TransportError:
-            self._release(read)
-            raise
-        if state != "PROC":
-            self._release(read)
-        return state
-
-    def _release(self, read: _Read) -> None:
-        with self._agent_lock, contextlib.suppress(*self._failures):
-            self._agent.release_xfer_handle(read.handle)
-        read.handle = None
-
-    def _settle(self, read: _Read) -> None:
+    def _settle(self, landing: _Landing) -> None:
         """Give the region back, unless something may still be written to it."""
+        if landing.read is None or landing.read.ended:
+            self._slab.give(landing.region)
+        else:
+            with self._guard:
+                self._quarantine.append(landing)
         self._active = time.monotonic()
         self._changed.set()
-        if read.handle is None:
-            self._slab.give(read.region)
-            return
-        with self._guard:
-            self._quarantine.append(read)
 
     def _clean(self) -> None:
         """The background: ends of quarantined reads, what consumers say, graces."""
@@ -294,26 +238,26 @@ class NixlTransport:
             return _IDLE_SECONDS if recent or self._published or self._retired or self._quarantine else None
 
     def _end_quarantine(self) -> None:
-        for read in list(self._quarantine):
-            name = f"ticket {read.ticket_id[:8]}... of {read.agent}, given up"
+        for landing in list(self._quarantine):
+            what = f"ticket {landing.ticket_id[:8]}... of {landing.peer}, given up"
             try:
-                if self._advance(read, self._agent.check_xfer_state, name) == "PROC":
+                self._agent.poll(landing.read, what)
+                if not landing.read.ended:
                     continue
-                with self._library(name, read.agent):
-                    self._agent.send_notif(read.agent, f"ended {read.ticket_id}".encode())
+                if not landing.noted:
+                    self._agent.say(landing.peer, f"ended {landing.ticket_id}", what)
             except TransportError:
                 pass  # the peer is gone, and with it all that could still be written
             with self._guard:
-                self._quarantine.remove(read)
-            self._slab.give(read.region)
+                self._quarantine.remove(landing)
+            self._slab.give(landing.region)
 
     def _listen(self) -> None:
-        """Note what consumers have begun and ended."""
-        with self._agent_lock:
-            notes = self._agent.get_new_notifs()
+        """Take note of what consumers have begun and ended."""
+        notes = self._agent.hear()
         with self._guard:
-            for note in (note for heard in notes.values() for note in heard):
-                word, _, ticket_id = note.decode(errors="replace").partition(" ")
+            for note in notes:
+                word, _, ticket_id = note.partition(" ")
                 published = self._published.get(ticket_id) or self._retired.get(ticket_id)
                 if published is not None and word in ("began", "ended"):
                     setattr(published, word, getattr(published, word) + 1)
@@ -335,38 +279,6 @@ def _layout(shapes: Sequence[tuple[int, int]]) -> tuple[list[slice], int]:
         places.append(slice(end, end + count * size))
         end += aligned(count * size)
     return places, end
-
-
-def installed() -> str | None:
-    """The NIXL package that is installed here, if any. Either does, with and without a GPU."""
-    return next((package for package in _PACKAGES if find_spec(package)), None)
-
-
-def _make_agent(slab: Slab) -> tuple[Any, tuple[type[Exception], ...]]:
-    """An agent of a random name that has registered the slab, and the library's errors."""
-    package = installed()
-    if package is None:
-        raise ConfigError(
-            "transport nixl needs NIXL, which is not installed; run `pip install --no-deps nixl-cu12==1.5.1` "
-            "(without --no-deps it would bring torch, which is not needed), or use transport tcp"
-        )
-    try:
-        api, bindings = import_module(f"{package}._api"), import_module(f"{package}._bindings")
-    except ImportError as error:
-        raise ConfigError(f"NIXL is installed but cannot be loaded: {error}; use transport tcp") from None
-    failures = tuple(
-        kind for kind in vars(bindings).values() if isinstance(kind, type) and issubclass(kind, Exception)
-    )
-    if "NIXL_LOG_LEVEL" not in os.environ:
-        logging.getLogger("nixl").setLevel(logging.WARNING)  # it logs to stdout
-    try:
-        config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
-        agent = api.nixl_agent(f"glm-{secrets.token_hex(8)}", config)
-        agent.register_memory([(slab.address, slab.bytes.size, 0, "")], "DRAM")
-    except failures as error:
-        raise ConfigError(f"NIXL cannot start with UCX here: {error}; use transport tcp") from None
-    _LIFELONG.append((agent, slab))
-    return agent, failures
 
 
 def _is_loopback(host: str) -> bool:
