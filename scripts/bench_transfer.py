@@ -10,7 +10,7 @@ throughput: two processes have caches of GLM-5.2's sizes and no model. The consu
 caches' own bytes, beside a plain copy of as many bytes in the same run. What arrived is compared with what was sent.
 
 handover: two engines, P in a process of its own. The table has what lies between the end of a prompt on P and its first
-token on D, in parts, and what D takes for the same prompt alone, which must say the same.
+token on D, in parts; what D takes for the same prompt alone; and how many prompts went on as they do on one engine.
 
 Figures are those of the transfer, or hand-over, of median length among --repeat. Without a GPU both run on virtual CPU
 devices: their times are then this CPU's, and nothing of them is a GPU's. With GPUs both processes use the same ones.

@@ -157,7 +157,7 @@ def _middle(rows: list[Row]) -> Row:
     same = sum(row["same"] for row in rows)
     if 2 * same < len(rows):
         raise MeasurementFailed(
-            f"only {same} of {len(rows)} prompts went on as they do on D alone, or on P alone, when they were handed over"
+            f"only {same} of {len(rows)} prompts went on, when they were handed over, as they do on D or P alone"
         )
     return middle | beside | {"same": same, "every_handover": [row["handover"] for row in rows]}
 

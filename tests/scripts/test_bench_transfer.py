@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests" / "engine")]
 
 import bench_transfer  # noqa: E402
-from lib import transfer_throughput  # noqa: E402
+from lib import transfer_handover, transfer_throughput  # noqa: E402
 from lib.transfer_child import Child  # noqa: E402
 from lib.transfer_ends import PoolConsumer, PoolProducer  # noqa: E402
 from lib.transfer_failures import MeasurementFailed, TransferFailed  # noqa: E402
@@ -135,8 +135,20 @@ def test_a_handover_in_its_parts(tmp_path, capsys):
     for row in rows:
         parts = [row[name] for name in ("relay", "wait", "open", "read", "confirm", "rest")]
         assert sum(parts) == pytest.approx(row["handover"]) and min(parts) > 0
-        assert min(row["prefill"], row["own_prefill"], row["step"]) > 0
+        assert min(row["prefill"], row["own_prefill"], row["step"]) > 0 and row["same"] == 1
     assert {"transfer.json", "transfer.md", "transfer.png"} <= {file.name for file in tmp_path.iterdir()}
+
+
+def test_handovers_that_change_what_is_said_are_no_result():
+    one = {"handover": 0.1, "prefill": 0.1, "step": 0.1, "own_prefill": 0.1}
+    rows = [
+        one | {"same": same, "handover": seconds}
+        for same, seconds in ((True, 0.3), (False, 0.2), (True, 0.4))
+    ]
+    assert transfer_handover._middle(rows)["same"] == 2
+    assert transfer_handover._middle(rows)["handover"] == 0.3
+    with pytest.raises(MeasurementFailed, match="only 1 of 3 prompts went on"):
+        transfer_handover._middle([rows[0], rows[1], rows[1]])
 
 
 def test_prompts_that_the_model_cannot_have_are_refused(tmp_path, capsys):

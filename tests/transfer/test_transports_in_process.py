@@ -1,5 +1,6 @@
 """Transports inside one process: what they give, refuse and hold; and the slab that nixl's tickets live in."""
 
+import os
 import random
 import threading
 import time
@@ -181,3 +182,9 @@ def test_regions_of_a_slab_never_overlap_and_all_come_back():
     with pytest.raises(TransportError, match="raise option slab_bytes") as error:
         slab.take((1 << 16) + 1, due(), lambda: False, "a test")
     assert error.value.kind == "unsupported"
+
+
+def test_nixl_is_installed_where_it_must_not_be_missing():
+    """Elsewhere its tests skip, by name; where all of them are to run, this is what says that they did not."""
+    if "NIXL_REQUIRED" in os.environ:
+        assert "nixl" in transports.available()

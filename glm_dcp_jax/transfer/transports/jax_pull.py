@@ -19,8 +19,8 @@ traps, all of which were observed:
 * What is never pulled stays in memory for ever: `retire` overwrites its uuid with an empty list, which also turns a
   late pull into an error. That empty entry expires, which is noticed only while somebody publishes: a heartbeat.
 
-What is left: a consumer that is killed while its producer is stopped costs buffers as above, at most those of what is
-published at a time, which is bounded; one that is stopped during a pull may hold all buffers until it is gone.
+What is left: a consumer that is killed while its producer is stopped costs buffers as above, as many as
+its pulls would have used; one that is stopped during a pull may hold all buffers until it is gone.
 
 It carries no proof of identity, and four zero bytes sent to its port abort the process: loopback or a private network.
 """
