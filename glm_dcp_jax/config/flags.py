@@ -28,7 +28,7 @@ from glm_dcp_jax.config.engine import (
     SchedulerConfig,
 )
 from glm_dcp_jax.config.errors import ConfigError
-from glm_dcp_jax.config.json_file import parse_json
+from glm_dcp_jax.config.json_file import parse_unique_json
 from glm_dcp_jax.config.processes import ProcessConfig
 from glm_dcp_jax.config.speculative import SpeculativeConfig
 from glm_dcp_jax.config.transfer import TransferConfig
@@ -275,7 +275,7 @@ def _sizes(name: str, value: Any) -> tuple[int, ...]:
 def _json_object(name: str, value: Any) -> Mapping[Any, Any]:
     if isinstance(value, str):
         try:
-            value = parse_json(value)
+            value = parse_unique_json(value)
         except ValueError as error:
             raise ConfigError(f"{name} is not valid JSON: {error}") from None
     if not isinstance(value, Mapping):

@@ -15,6 +15,22 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("its brackets are nested too deeply") from None
 
 
+def parse_unique_json(text: str) -> Any:
+    """As `parse_json`, but an object that names a key twice is wrong, too: one of them would be ignored."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"the key {twice!r} is there twice")
+        return dict(pairs)
+
+    try:
+        return json.loads(text, object_pairs_hook=once)
+    except RecursionError:
+        raise ValueError("its brackets are nested too deeply") from None
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in a UTF-8 file. Raises ConfigError that names the file."""
     try:

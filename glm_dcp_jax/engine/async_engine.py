@@ -23,6 +23,8 @@ from glm_dcp_jax.engine.sequence import Progress
 _log = logging.getLogger(__name__)
 _LAST_STEP_SECONDS = 10
 """How long a shutdown waits for the step in progress: a process that hangs may keep it from ending."""
+_DRAIN_SECONDS = 5
+"""How long caches that were promised to other engines may still be read then."""
 _CLOSE_SECONDS = 10
 """How long it then waits for what goes on with other engines."""
 Result = TypeVar("Result")
@@ -206,9 +208,16 @@ class AsyncEngine:
             if self._thread.is_alive():
                 _log.warning("the step in progress does not end; the process does, without it")
         if self._engine.connector is not None:
-            closing = threading.Thread(target=self._engine.close, name="kv-close", daemon=True)
+            closing = threading.Thread(target=self._close, name="kv-close", daemon=True)
             closing.start()
             closing.join(_CLOSE_SECONDS)
+
+    def _close(self) -> None:
+        """What was promised to other engines may still be read; an engine that failed has nothing for them."""
+        assert self._engine.connector is not None
+        if self._failure is None:
+            self._engine.connector.drain(_DRAIN_SECONDS)
+        self._engine.close()
 
     def _post(self, call: Callable[[], Result]) -> "Future[Result]":
         """Have the engine's thread run `call` between two steps; the future carries what it returns or raises."""

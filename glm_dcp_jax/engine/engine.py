@@ -62,7 +62,10 @@ class Engine:
             lookahead=int(runner.buckets.rows_each > 1),
             enabled=config.cache.enable_prefix_caching,
         )
-        self.scheduler = Scheduler(config.scheduler, runner.buckets, runner.layout, allocator, prefixes)
+        loads = 1 if config.transfer is None else config.transfer.integer("loads")
+        self.scheduler = Scheduler(
+            config.scheduler, runner.buckets, runner.layout, allocator, prefixes, loads
+        )
         columns = SlotColumns(runner.idle_slot, runner.layout.pages_for(runner.max_model_len))
         page_tokens = runner.layout.virtual_block if self.scheduler.rows > 1 else None
         self._batches = BatchMaker(columns, model.vocab_size, page_tokens)
@@ -220,7 +223,7 @@ class Engine:
                 self.scheduler.not_loaded(sequence)
             else:
                 name = self._owner[sequence].request_id
-                _log.error("request %s failed: its cache did not arrive: %s", name, failure)
+                _log.warning("request %s failed: its cache did not arrive: %s", name, failure)
                 self._fail_request(sequence, f"the KV cache of its prompt did not arrive ({failure.kind})")
                 changed[self._owner[sequence]] = None
 

@@ -238,6 +238,11 @@ class KVConnector:
         loads = 0 if self._consumer is None else self._consumer.loads
         return {"held": held, "loads": loads, **self._transport.usage()}
 
+    def drain(self, seconds: float) -> None:
+        """Let others read what was promised them, for so long."""
+        if self._producer is not None:
+            self._producer.drain(seconds)
+
     def close(self) -> None:
         """End all that goes on."""
         if self._consumer is not None:

@@ -35,7 +35,10 @@ class Scheduler:
         layout: Layout,
         allocator: PageAllocator,
         prefixes: PrefixCache,
+        max_loads: int = 1,
     ) -> None:
+        """max_loads: sequences whose prompts come from other engines at the same time; at most half of all places."""
+        self._max_loads = min(max_loads, max(1, config.max_num_seqs // 2))
         self.allocator, self.prefixes = allocator, prefixes
         self._config, self._buckets, self._layout = config, buckets, layout
         self._virtual_block = layout.virtual_block
@@ -259,6 +262,8 @@ class Scheduler:
             found = self._found(sequence, leader)
             if self._is_promised(sequence, len(found.pages)):
                 continue
+            if sequence.remote is not None and self._loading >= self._max_loads:
+                continue  # it would take a place, and wait there
             comes = sequence.remote is not None and found.length < len(sequence.tokens) - 1
             begun = self._load(work, sequence, found) if comes else self._start(work, sequence, found, budget)
             if not begun:
@@ -314,6 +319,10 @@ class Scheduler:
         else:
             self._add(work, chunk)
         return True
+
+    @property
+    def _loading(self) -> int:
+        return sum(sequence.loading for sequence in self.running)
 
     def _load(self, work: Work, sequence: Sequence, found: Match) -> bool:
         """Give a waiting sequence pages for what comes from another engine, if they can be had."""

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from glm_dcp_jax.config import ConfigError
@@ -31,6 +31,7 @@ _BROKEN = ("lost", "unknown_ticket")
 """Kinds of a connection that broke: a producer takes back what it had published on it."""
 _NOT_OURS = ("unknown", "used", "expired", "wrong_engine", "other_prompt", "dropped", "stale_attempt")
 """What a producer refuses because the key is not, or no longer, ours: nothing of it is ours to give up."""
+_TALKERS = 8
 _LAST_WORD_SECONDS = 2.0
 """What telling a producer how a load has ended may take: its lease says the same later."""
 _CLOSE_SECONDS = 3.0
@@ -62,8 +63,10 @@ class Consumer:
         self._lock = threading.Lock()
         self._workers = DaemonPool(workers, "kv-load")
         self._askers = DaemonPool(workers, "kv-ask")
-        self._talkers = DaemonPool(2, "kv-last-word")
-        self._pulses = Pulses(secret, lease, handshake_seconds, self._lost)
+        self._talkers = DaemonPool(_TALKERS, "kv-last-word")
+        self._silent: dict[tuple[str, int], float] = {}
+        heard = lambda address: self._silent.pop(address, None)  # noqa: E731
+        self._pulses = Pulses(secret, lease, handshake_seconds, self._lost, heard)
 
     def expect(self, load: Load) -> None:
         """A request has come whose cache is elsewhere: keep it there."""
@@ -85,9 +88,9 @@ class Consumer:
             self.drop(load.reference)
 
     def drop(self, reference: Reference) -> None:
-        """Tell a producer, some time soon, that nobody will come for this."""
+        """Tell a producer, some time soon, that nobody will come for this, unless another load still will."""
         message = {"do": "drop", "key": reference.key, "consumer": "nobody that has opened it"}
-        self._talkers.submit(self._say, reference, message)
+        self._tell(reference, message)
 
     def events(self) -> list[Landed | Ended]:
         """What has come since the last call, in order."""
@@ -165,9 +168,12 @@ class Consumer:
         if load.is_cancelled():
             raise LoadFailed("cancelled", "nobody wants it any more")
         reference = load.reference
+        if self._was_silent(reference, load.times.expected):
+            raise LoadFailed("timeout", f"the producer at {reference.host}:{reference.port} does not answer")
         greeting = min(deadline, time.monotonic() + self._handshake_seconds)
-        with _failing(), connect(*reference.address, self._secret, greeting) as peer:
+        with self._failing(reference), connect(*reference.address, self._secret, greeting) as peer:
             producer = self._greet(peer, greeting)
+            self._silent.pop(reference.address, None)
             load.attempt = self._open(peer, load, greeting)
             load.times.opened = time.monotonic()
             conversation = _Conversation(peer, producer, load, deadline)
@@ -268,6 +274,29 @@ class Consumer:
 
     # ---- the rest
 
+    @contextlib.contextmanager
+    def _failing(self, reference: Reference) -> Iterator[None]:
+        """Whatever goes wrong between two engines, as a LoadFailed."""
+        try:
+            yield
+        except RemoteError as error:
+            raise LoadFailed(error.remote_kind, str(error)) from None
+        except PeerError as error:
+            self._note_silence(reference, error)
+            raise LoadFailed(error.kind, str(error)) from None
+        except TransportError as error:
+            raise LoadFailed(error.kind, str(error)) from None
+        except ConfigError as error:
+            raise LoadFailed("unlike", str(error)) from None
+
+    def _was_silent(self, reference: Reference, since: float) -> bool:
+        """Whether its producer has let a deadline pass since then: nobody need wait for the same again."""
+        return self._silent.get(reference.address, 0.0) > since
+
+    def _note_silence(self, reference: Reference, error: PeerError) -> None:
+        if error.kind == "timeout":
+            self._silent[reference.address] = time.monotonic()
+
     def _lost(self, reference: Reference) -> None:
         """A producer says that it does not hold this any more: do not even begin."""
         with self._lock:
@@ -291,15 +320,27 @@ class Consumer:
                 "readers": [],
                 "ok": False,
             }
-        self._say(load.reference, message)
+        self._tell(load.reference, message)
+
+    def _tell(self, reference: Reference, message: dict[str, Any]) -> None:
+        """Have a producer told, by threads that wait for nobody else."""
+        with self._lock:
+            wanted = any(load.reference.key == reference.key for load in self._loads)
+        # Two requests may bring one key: the end of the one must not be the other's.
+        if message["do"] != "drop" or not wanted:
+            self._talkers.submit(self._say, reference, message)
 
     def _say(self, reference: Reference, message: dict[str, Any]) -> None:
         """One message on a connection of its own; if it is not heard, the lease ends in time."""
-        deadline = time.monotonic() + _LAST_WORD_SECONDS
+        began = time.monotonic()
+        deadline = began + _LAST_WORD_SECONDS
         try:
+            if self._was_silent(reference, began - _LAST_WORD_SECONDS):
+                raise PeerError("timeout", "it has just kept another one waiting")
             with connect(*reference.address, self._secret, deadline) as peer:
                 peer.request(message, deadline)
         except PeerError as error:
+            self._note_silence(reference, error)
             self.stats.count_unheard()
             _log.info("the producer at %s:%d did not hear us: %s", *reference.address, error)
 
@@ -325,16 +366,3 @@ class _Conversation:
         """Something with an answer that says nothing."""
         message = {"do": do, "key": self.load.reference.key, "attempt": self.load.attempt, **more}
         self.peer.exchange(message, self.deadline, 0, self.load.is_cancelled)
-
-
-@contextlib.contextmanager
-def _failing() -> Any:
-    """Whatever goes wrong between two engines, as a LoadFailed."""
-    try:
-        yield
-    except RemoteError as error:
-        raise LoadFailed(error.remote_kind, str(error)) from None
-    except (PeerError, TransportError) as error:
-        raise LoadFailed(error.kind, str(error)) from None
-    except ConfigError as error:
-        raise LoadFailed("unlike", str(error)) from None

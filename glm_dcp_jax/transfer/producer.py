@@ -6,7 +6,7 @@ A consumer's connection says, one request after the other:
     layout   fingerprint                               -> fingerprint            phase two: everything, checked by both
     open     key, engine, consumer, digest, length, start  -> attempt, lease     takes the key for one load
     piece    key, attempt, start, end                  -> ticket, crcs           packs, and publishes with the transport
-    taken    ticket                                    ->                        its memory may be given back
+    taken    key, attempt, ticket                      ->                        its memory may be given back
     confirm  key, attempt                              ->                        the lease holds: what was read is right
     ack      key, attempt, readers, ok                 ->                        readers are done, or have failed
     beat     keys                                      -> lost                   the leases of these go on
@@ -17,6 +17,7 @@ Each has a thread of its own; packing is only started there, on the devices' own
 
 import logging
 import threading
+import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -131,6 +132,12 @@ class Producer:
             return ProducerStats(
                 self._stats.pieces, self._stats.sent_bytes, self._stats.padding_bytes, self._offers.stats()
             )
+
+    def drain(self, seconds: float) -> None:
+        """Let consumers read what was promised them, for so long."""
+        deadline = time.monotonic() + seconds
+        while self.held and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def close(self) -> None:
         """End all conversations, and give all pages back."""
@@ -267,9 +274,9 @@ class Producer:
 
     def _taken(self, conversation: _Conversation, message: dict[str, Any]) -> dict[str, Any]:
         ticket = _text(message, "ticket")
-        if ticket not in conversation.tickets:
+        if conversation.tickets.pop(ticket, None) is None:  # taken back, if its lease has ended meanwhile
+            self._offers.confirm(_text(message, "key"), _whole(message, "attempt"))
             raise _Wrong("this conversation published no such ticket")
-        del conversation.tickets[ticket]
         self._transport.retire(ticket)
         return {}
 

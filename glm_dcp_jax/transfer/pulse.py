@@ -1,5 +1,6 @@
 """Heartbeats: a thread for every producer that holds anything for us tells it so, until nothing is left."""
 
+import contextlib
 import logging
 import threading
 import time
@@ -15,15 +16,20 @@ BEATS_IN_A_LEASE = 6
 class Pulses:
     """One pulse for each producer's address, while there is anything to keep alive.
 
-    lost: called with what a producer says that it does not hold any more.
+    lost: called with what a producer says that it does not hold any more. heard: with the address of one that answers.
     """
 
     def __init__(
-        self, secret: bytes, lease: float, answer_seconds: float, lost: Callable[[Reference], None]
+        self,
+        secret: bytes,
+        lease: float,
+        answer_seconds: float,
+        lost: Callable[[Reference], None],
+        heard: Callable[[tuple[str, int]], object] = lambda address: None,
     ) -> None:
-        self._secret, self._lost = secret, lost
+        self._secret, self._lost, self._heard = secret, lost, heard
         self._period, self._answer_seconds = lease / BEATS_IN_A_LEASE, answer_seconds
-        self._kept: dict[tuple[str, int], dict[str, Reference]] = {}
+        self._kept: dict[tuple[str, int], list[Reference]] = {}
         self._changed = threading.Condition()
         self._closed = False
 
@@ -32,15 +38,15 @@ class Pulses:
         with self._changed:
             kept = self._kept.get(reference.address)
             if kept is not None:
-                kept[reference.key] = reference
+                kept.append(reference)
                 return
-            self._kept[reference.address] = {reference.key: reference}
+            self._kept[reference.address] = [reference]
         threading.Thread(target=self._run, args=(reference.address,), name="kv-pulse", daemon=True).start()
 
     def remove(self, reference: Reference) -> None:
-        """Keep it alive no longer."""
-        with self._changed:
-            self._kept.get(reference.address, {}).pop(reference.key, None)
+        """Keep it alive no longer, unless it was added more often than it was removed."""
+        with self._changed, contextlib.suppress(ValueError):
+            self._kept.get(reference.address, []).remove(reference)
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -64,7 +70,7 @@ class Pulses:
         with self._changed:
             while not self._closed and self._kept[address] and (left := due - time.monotonic()) > 0:
                 self._changed.wait(left)
-            kept = {} if self._closed else dict(self._kept[address])
+            kept = {} if self._closed else {reference.key: reference for reference in self._kept[address]}
             if not kept:
                 del self._kept[address]
             return kept
@@ -83,6 +89,7 @@ class Pulses:
             if peer is not None:
                 peer.close()
             return None
+        self._heard(address)
         for key in lost if isinstance(lost, list) else []:
             if isinstance(key, str) and key in references:
                 self._lost(references[key])

@@ -197,5 +197,6 @@ def table(rows: list[Row]) -> str:
             f"{row['prompt_tokens']:,}",
             *(f"{1e3 * row[name]:,.1f}" for name in names),
         ]
+        cells.append(f"{row['same']} of {len(row['every_handover'])}")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -10,8 +10,8 @@ from glm_dcp_jax.config.flags import field_of, in_flags, value_type
 from glm_dcp_jax.config.processes import ProcessConfig
 
 SECTIONS = (ParallelConfig, CacheConfig, SchedulerConfig, ProcessConfig)
-NOT_FLAGS = {"model", "parallel", "cache", "scheduler", "processes", "speculative"}
-OBJECTS = {"speculative_config"}
+NOT_FLAGS = {"model", "parallel", "cache", "scheduler", "processes", "speculative", "transfer"}
+OBJECTS = {"speculative_config", "kv_transfer_config"}
 
 
 def test_every_setting_is_a_flag_and_every_flag_a_setting():

@@ -62,6 +62,7 @@ def test_other_numbers_of_drafts(count):
         ),
         ({"num_speculative_tokens": 3, 1: 2}, "no key 1"),
         ("{", "speculative_config is not valid JSON"),
+        ('{"method": "mtp", "method": "mtp"}', "the key 'method' is there twice"),
         ("[3]", r"speculative_config must be a JSON object, but got \[3\]"),
         (3, "speculative_config must be a JSON object, but got 3"),
     ],

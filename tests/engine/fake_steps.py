@@ -32,6 +32,7 @@ class FakeEngine:
         ahead: int = 0,
         prefix_caching: bool = False,
         max_model_len: int = 64,
+        loads: int = 4,
         **settings: object,
     ) -> None:
         settings = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "watermark": 0.0} | settings
@@ -40,7 +41,7 @@ class FakeEngine:
         self.known = set(self.buckets.all())
         allocator = PageAllocator(pages + 1)
         self.prefixes = PrefixCache(allocator, LAYOUT, lookahead=int(drafts > 0), enabled=prefix_caching)
-        self.scheduler = Scheduler(self.config, self.buckets, LAYOUT, allocator, self.prefixes)
+        self.scheduler = Scheduler(self.config, self.buckets, LAYOUT, allocator, self.prefixes, loads)
         self.ahead, self.random = ahead, random.Random(0)
         self.works: list[Work] = []
         self.loads: list[Sequence] = []

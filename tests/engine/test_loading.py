@@ -41,6 +41,24 @@ class TestLoading:
         assert remote.computed == 20 == remote.cached_tokens and remote.remote is None
         assert kinds(engine.run()) == "ddd" and remote.finish_reason == "length"
 
+    def test_few_of_those_that_run_wait_for_what_comes(self):
+        engine = FakeEngine(loads=2)
+        remotes = [engine.sequence(21, 3, remote=Elsewhere()) for _ in range(4)]
+        own = engine.sequence(5, 4)
+        engine.add(*remotes, own)
+        engine.step()
+        assert engine.loads == remotes[:2] and own.table is not None, "the others are passed by"
+        engine.bring(remotes[0])
+        engine.step()
+        assert engine.loads == remotes[:3]
+
+    @pytest.mark.parametrize(("seqs", "places"), [(1, 1), (3, 1), (4, 2), (16, 4)])
+    def test_half_of_the_places_at_most(self, seqs, places):
+        engine = FakeEngine(loads=4, max_num_seqs=seqs)
+        engine.add(*(engine.sequence(5, 3, remote=Elsewhere()) for _ in range(8)))
+        engine.step()
+        assert len(engine.loads) == places
+
     def test_others_run_meanwhile(self):
         engine = FakeEngine()
         remote, own = engine.sequence(21, 3, remote=Elsewhere()), engine.sequence(5, 4)

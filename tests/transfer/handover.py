@@ -289,7 +289,7 @@ def hand_over(
 
 def check_same(found: Result, expected: Result, what: str) -> None:
     """Raise AssertionError unless tokens are equal, and logprobs as good as equal."""
-    assert found["all_token_ids"] == expected["all_token_ids"], f"{what}: {found}"
+    assert found["all_token_ids"] == expected["all_token_ids"], what
     assert found["finish_reason"] == expected["finish_reason"], what
     check_logprobs(found["logprobs"], expected["logprobs"], what)
 

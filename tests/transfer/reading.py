@@ -27,6 +27,8 @@ ROWS = {
 }
 PROMPT = list(range(LENGTH))
 SECONDS = 30.0
+HANDSHAKE, TRANSFER = 1.0, 2.5
+"""Seconds that somebody impatient waits."""
 
 PRODUCER = Fingerprint(
     protocol=PROTOCOL,
@@ -198,3 +200,9 @@ def wait_for(condition: Callable[[], bool], seconds: float = SECONDS) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it is not so in time"
         time.sleep(0.01)
+
+
+def failing(taker: Taker, params: dict[str, Any], kind: str, prompt: list[int] = PROMPT) -> None:
+    """Raise AssertionError unless the load ends like this."""
+    failure = taker.read(params, prompt)
+    assert failure is not None and failure.kind == kind, failure

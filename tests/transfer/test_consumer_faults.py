@@ -20,20 +20,6 @@ Message = dict[str, Any]
 SECONDS = 5.0
 
 
-@pytest.fixture(scope="module")
-def giver() -> Iterator[Giver]:
-    giver = Giver()
-    yield giver
-    giver.close()
-
-
-@pytest.fixture(scope="module")
-def taker() -> Iterator[Taker]:
-    taker = Taker()
-    yield taker
-    taker.close()
-
-
 @pytest.fixture(autouse=True)
 def afterwards(giver: Giver, taker: Taker) -> Iterator[None]:
     """It has all of its pages and memory, and serves others."""

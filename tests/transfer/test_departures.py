@@ -137,8 +137,14 @@ class TestProducer:
 
 
 class TestConsumer:
-    @pytest.mark.parametrize("n", [1, 2])
-    @pytest.mark.parametrize("when", ["waiting", "hello", "open", "piece", "confirm", "decoding"])
+    @pytest.mark.parametrize(
+        ("when", "n"),
+        [
+            pytest.param(when, n, marks=[pytest.mark.slow] if n > 1 and when != "piece" else [])
+            for when in ("waiting", "hello", "open", "piece", "confirm", "decoding")
+            for n in (1, 2)
+        ],
+    )
     def test_a_client_that_goes_away(self, trio, consumer, when, n):
         """Nothing is left of it, and nothing of a cache that came in part is ever used."""
         prompt = new_prompt()

@@ -40,10 +40,7 @@ IN_THIS_ONE = [
     "block 16 -> 64",
     "interleave 2 -> 4, block 8 -> 4",
     "indexer shards 2 -> 4",
-    "chunks of 16 tokens on P",
-    "drafts on P only",
     "fp8 records",
-    "nvfp4 records",
 ]
 SLOW = pytest.mark.slow
 

@@ -22,7 +22,8 @@ from fault_engines import (
     new_prompt,
     settings,
 )
-from tiny import random_prompts, write_drafting, write_tiny
+from random_models import make_tensors, write_checkpoint
+from tiny import CONFIG, random_prompts, write_drafting, write_tiny
 
 pytestmark = pytest.mark.slow
 
@@ -178,7 +179,7 @@ class TestConsumer:
 
 
 UNLIKE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "other weights": ("nudged", {}, {}),
+    "other weights": ("trained on", {}, {}),
     "other layers": ("deeper", {}, {}),
     "drafts here only": (
         "drafting",
@@ -201,7 +202,8 @@ def test_engines_that_do_not_fit_together(engines, model, tmp_path, name):
     elif kind == "deeper":
         directory = write_tiny(directory, num_hidden_layers=3, index_topk_pattern="FSS")
     else:
-        directory = write_tiny(directory, nan_tokens=(319,))
+        directory = write_tiny(directory)
+        write_checkpoint(directory, CONFIG, make_tensors(CONFIG, seed=1))
     kv: dict[str, Any] = settings("kv_consumer", "recompute")["kv_transfer_config"]
     if extra:
         (tmp_path / "secret").write_bytes(extra["secret"])

@@ -130,7 +130,8 @@ class _Pair:
 
     def _stop(self) -> bool:
         """End the router, and then the servers. Returns whether none had to be killed."""
-        signals, in_order = self._signals, True
+        # One signal may have brought us here; whichever came besides, even before we are here, says "at once".
+        signals, in_order = min(self._signals, 1), True
         routers = [child for child in self._children if child.name not in ROLES]
         for group in (routers, [child for child in self._children if child.name in ROLES]):
             running = [child for child in group if child.code is None]

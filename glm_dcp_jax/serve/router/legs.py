@@ -55,11 +55,31 @@ async def ask_prefill(
         except httpx.HTTPError as error:
             reason = "unreachable" if isinstance(error, _UNREACHABLE) else "broken"
             raise PrefillFailed(reason, explain(error)) from error
+        if answer.is_client_error and _blames_params(body):
+            raise PrefillFailed("refused", f"it does not hand caches over: {_message_of(body)}")
         if answer.is_client_error:
             raise Rejected(answer, body)
         if not answer.is_success:
             raise PrefillFailed("status", f"status {answer.status_code}")
         yield _params_of(body)
+
+
+def _blames_params(body: bytes) -> bool:
+    """Whether an error is about a field that no client sets: the router does, so the servers do not fit together."""
+    return _error_of(body).get("param") == PARAMS
+
+
+def _message_of(body: bytes) -> str:
+    return str(_error_of(body).get("message"))
+
+
+def _error_of(body: bytes) -> dict[str, Any]:
+    try:
+        found = parse_json(body)
+    except ValueError:
+        return {}
+    error = found.get("error") if isinstance(found, dict) else None
+    return error if isinstance(error, dict) else {}
 
 
 def _params_of(body: bytes) -> dict[str, Any]:
@@ -106,6 +126,10 @@ async def ask_decode(
                 response = await client.send(request, stream=True)
                 chunks = response.aiter_raw()
                 first = await _next(chunks)
+        if response.is_client_error and _blames_params(first):
+            raise ApiError("the decode server takes no cache from the prefill server", 502) from RuntimeError(
+                _message_of(first)
+            )
         yield DecodeAnswer(response, chunks, first)
 
 

@@ -10,7 +10,7 @@ from glm_dcp_jax.serve.router.bodies import SKIPS
 PREFIX = "glm_dcp_router:"
 OUTCOMES = ("ok", "rejected", "failed", "timeout", "broken", "disconnected", "stopped")
 """How a request ended: 2xx; 4xx; 5xx; no answer in time; broken off within the answer; client gone; router stopped."""
-FALLBACKS = ("unhealthy", "unreachable", "timeout", "status", "broken", "bad_answer", "no_params")
+FALLBACKS = ("unhealthy", "unreachable", "timeout", "status", "broken", "bad_answer", "no_params", "refused")
 """Why a decode server did all of a request that was meant for a prefill server."""
 LEGS = {
     "prefill_seconds": "From asking a prefill server to its whole answer, each try",

@@ -312,3 +312,26 @@ def test_a_router_that_stops_before_decode_answers_leaves_no_cache_behind(router
     connection.close()
     released(router, fleet)
     ended(router, "stopped")
+
+
+REFUSES = Script(
+    status=400,
+    chunks=(b'{"error": {"message": "this engine is a kv_consumer", "param": "kv_transfer_params"}}',),
+)
+
+
+def test_a_prefill_server_that_hands_nothing_over_is_our_mistake_and_no_clients(router_of, fleet):
+    fleet.prefill[0].script = fleet.prefill[1].script = REFUSES
+    router = router_of()
+    assert router.post().status_code == 200
+    assert router.metric("fallbacks_total", reason="refused") == 1
+    assert "kv_transfer_params" not in fleet.decode[0].only.body
+
+
+def test_neither_is_a_decode_server_that_takes_nothing(router_of, fleet):
+    fleet.decode[0].script = REFUSES
+    router = router_of()
+    got = router.post()
+    assert got.status_code == 502
+    assert got.json()["error"]["message"] == "the decode server takes no cache from the prefill server"
+    released(router, fleet)
