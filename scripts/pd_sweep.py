@@ -79,6 +79,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     given = parser.parse_args(own)
     if given.config and given.all:
         parser.error("--config and --all: give one of them")
+    if given.save_result is not None and not given.save_result.parent.is_dir():
+        parser.error(f"--save-result: {given.save_result.parent} is no directory; make it first")
     given.pairs = given.config or (SEVEN + MORE if given.all else SEVEN)
     given.server_flags, given.command = server_flags, arguments
     return given

@@ -13,6 +13,8 @@ ROLES = ("kv_producer", "kv_consumer", "kv_both")
 LOAD_FAILURE_POLICIES = ("fail", "recompute")
 _NUMBERS = {"lease_seconds": 30.0, "handshake_seconds": 5.0, "transfer_seconds": 120.0}
 _INTEGERS = {"piece_bytes": 64 * 2**20, "loads": 4, "slab_bytes": 256 * 2**20}
+_JAX_PIECE = 16 * 2**20
+"""A quarter of what jax.experimental.transfer is given room to publish."""
 _MOST_SECONDS = 86_400
 _LEAST_PIECE, _MOST_BYTES = 4096, 2**40
 _ELSEWHERE = {
@@ -111,7 +113,8 @@ class TransferConfig:
 
     def integer(self, name: str) -> int:
         """One of the extra config's integers."""
-        return int(self.kv_connector_extra_config.get(name, _INTEGERS[name]))
+        default = _JAX_PIECE if (name, self.kv_connector) == ("piece_bytes", "jax") else _INTEGERS[name]
+        return int(self.kv_connector_extra_config.get(name, default))
 
     @property
     def check_model(self) -> bool:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 from glm_dcp_jax.config import ConfigError
@@ -31,6 +32,7 @@ _BROKEN = ("lost", "unknown_ticket")
 """Kinds of a connection that broke: a producer takes back what it had published on it."""
 _NOT_OURS = ("unknown", "used", "expired", "wrong_engine", "other_prompt", "dropped", "stale_attempt")
 """What a producer refuses because the key is not, or no longer, ours: nothing of it is ours to give up."""
+_LEAST_PAUSE, _MOST_PAUSE = 0.005, 0.1
 _TALKERS = 8
 _LAST_WORD_SECONDS = 2.0
 """What telling a producer how a load has ended may take: its lease says the same later."""
@@ -236,7 +238,7 @@ class Consumer:
         waiting.extend(smaller)
         asked = self._askers.submit(conversation.ask, *waiting[0]) if waiting else None
         while asked is not None:
-            answer = asked.result()
+            answer = self._answer(conversation, asked, *waiting[0])
             start, end = waiting[0]
             asked = self._askers.submit(conversation.ask, *waiting[1]) if len(waiting) > 1 else None
             try:
@@ -251,6 +253,23 @@ class Consumer:
                 raise LoadFailed("cancelled", "nobody wants it any more")
             self._events.append(landed)
             self._wake()
+
+    def _answer(
+        self, conversation: "_Conversation", asked: "Future[dict[str, Any]]", start: int, end: int
+    ) -> dict[str, Any]:
+        """What a producer published; asked again as long as it has no room for it beside what others read."""
+        pause = _LEAST_PAUSE
+        while True:
+            try:
+                return asked.result()
+            except RemoteError as error:
+                if error.remote_kind != "busy":
+                    raise
+                if time.monotonic() + pause >= conversation.deadline:
+                    raise LoadFailed("timeout", str(error)) from None
+            time.sleep(pause)
+            pause = min(2 * pause, _MOST_PAUSE)
+            asked = self._askers.submit(conversation.ask, start, end)
 
     def _fetch(self, conversation: "_Conversation", answer: dict[str, Any], start: int, end: int) -> Landed:
         load, producer = conversation.load, conversation.producer

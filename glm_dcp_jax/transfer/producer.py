@@ -173,7 +173,7 @@ class Producer:
                 except Refused as refused:
                     peer.refuse(refused.kind, str(refused))
                 except TransportError as error:
-                    peer.refuse("transport", str(error))
+                    peer.refuse("busy" if error.kind == "busy" else "transport", str(error))
                 except ConfigError as error:
                     peer.refuse("unlike", str(error))
                 except _Wrong as error:

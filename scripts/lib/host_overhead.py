@@ -21,8 +21,8 @@ from glm_dcp_jax.engine.exchange_stats import ExchangeTotals
 from glm_dcp_jax.engine.rounds import Round
 from glm_dcp_jax.engine.runner import Flight
 from glm_dcp_jax.engine.sampling_params import SamplingParams
-from glm_dcp_jax.engine.work import Work
 from glm_dcp_jax.engine.tokenizer import Tokenizer
+from glm_dcp_jax.engine.work import Work
 
 PARTS = ("schedule", "make_batch", "land")
 """Choosing the step's work; its arrays; taking its tokens and making outputs of them."""

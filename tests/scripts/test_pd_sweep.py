@@ -71,6 +71,9 @@ def test_which_pairs_are_run(capsys):
     with pytest.raises(SystemExit, match="2"):
         pd_sweep.parse(["--all", "--config", one])
     assert "give one of them" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        pd_sweep.parse(["--save-result", "nowhere/result.json"])
+    assert "nowhere is no directory" in capsys.readouterr().err
 
 
 # ---- tasks

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from glm_dcp_jax import LLM, SamplingParams
+from glm_dcp_jax.transfer.transports import TransportError
 
 sys.path.append(str(Path(__file__).parents[1] / "engine"))
 
@@ -96,3 +97,22 @@ def test_the_producer_computes_prompts_while_a_cache_leaves(pair):
         producer.step()
         time.sleep(0.01)
     assert producer.scheduler.allocator.num_used == consumer.scheduler.allocator.num_used == 0
+
+
+def test_a_producer_without_room_is_asked_again(pair, monkeypatch):
+    producer, consumer = pair
+    transport = producer.connector._transport
+    publish, refusals = transport.publish, iter(range(5))
+
+    def full_at_times(*arguments):
+        if next(refusals, None) is not None:
+            raise TransportError("busy", "no room")
+        return publish(*arguments)
+
+    monkeypatch.setattr(transport, "publish", full_at_times)
+    prompt = LONG[10:60]
+    params = offered(producer, prompt)
+    consumer.add_request("remote", prompt, bringing(params))
+    run_until(consumer, lambda: not consumer.has_unfinished)
+    received = consumer.stats().transfers.received
+    assert next(refusals, None) is None and not received.failed

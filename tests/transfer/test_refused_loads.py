@@ -100,12 +100,15 @@ class TestRefusals:
     def test_another_engine(self, giver, taker):
         params = giver.offer()
         failing(taker, params | {"remote_engine_id": "an engine/another start"}, "wrong_engine")
+        assert taker.read(params) is None, "the key was nobody's to end"
 
     @pytest.mark.parametrize(
         "prompt", [PROMPT[::-1], [*PROMPT, 1], PROMPT[:-1], []], ids=["other", "longer", "shorter", "none"]
     )
     def test_another_prompt(self, giver, taker, prompt):
-        failing(taker, giver.offer(), "other_prompt", prompt)
+        params = giver.offer()
+        failing(taker, params, "other_prompt", prompt)
+        assert taker.read(params) is None, "the key is still that of its own prompt"
 
     def test_a_key_that_was_used(self, giver, taker):
         params = giver.offer()

@@ -19,7 +19,9 @@ Ticket = dict[str, Any]
 """What a consumer needs to fetch, as JSON: {"id": 32 hex digits, "rows": [n_i], "row_bytes": [b_i], "padded_rows":
 [N_i], ...}, and the transport's own fields."""
 
-TransportErrorKind = Literal["lost", "timeout", "unknown_ticket", "corrupt", "unsupported", "cancelled"]
+TransportErrorKind = Literal[
+    "lost", "timeout", "unknown_ticket", "corrupt", "unsupported", "cancelled", "busy"
+]
 
 
 class TransportError(Exception):
@@ -27,7 +29,8 @@ class TransportError(Exception):
 
     lost: the producer or the connection is gone. timeout: the deadline passed. unknown_ticket: never published,
     retired, or, where a ticket can be used only once, used. corrupt: what came is not what the ticket says.
-    unsupported: these two sides cannot do it. cancelled: by the caller.
+    unsupported: these two sides cannot do it. cancelled: by the caller. busy: there is no room to publish it before
+    others are retired.
     """
 
     def __init__(self, kind: TransportErrorKind, message: str) -> None:
@@ -41,7 +44,7 @@ class Transport(Protocol):
     name: str
 
     def publish(self, arrays: Sequence[jax.Array], rows: Sequence[int]) -> Ticket:
-        """Producer: let consumers fetch the first rows[i] rows of each array until `retire`. May block.
+        """Producer: let consumers fetch the first rows[i] rows of each array until `retire`. Waits for arrays alone.
 
         arrays: each [N_i, b_i] uint8 on one device; neither donated nor deleted before `retire`.
         Raises ValueError for arrays that are not like this, TransportError if there is no room.

@@ -39,9 +39,6 @@ from glm_dcp_jax.transfer.transports.interface import (
 from glm_dcp_jax.transfer.transports.nixl_agent import Agent
 from glm_dcp_jax.transfer.transports.slab import ALIGNMENT, Region, Slab, aligned
 
-PUBLISH_SECONDS = 30.0
-"""How long a publication waits for room in the slab."""
-
 _ID_BYTES = 32
 _MOST_WAIT_SECONDS = 0.001
 _READING_SECONDS = 0.0001
@@ -108,7 +105,11 @@ class NixlTransport:
         places, size = _layout(list(zip(ticket["rows"], ticket["row_bytes"], strict=True)))
         for array in arrays:
             array.copy_to_host_async()
-        region = self._slab.take(size, time.monotonic() + PUBLISH_SECONDS, never, "a publication")
+        try:
+            region = self._slab.take(size, time.monotonic(), never, "a publication")
+        except TransportError as error:
+            # Whoever waited here would keep the consumer from saying what it has read: it asks again, later.
+            raise TransportError("busy", str(error)) if error.kind == "timeout" else error from None
         try:
             for array, count, place in zip(arrays, rows, places, strict=True):
                 self._view(region, place)[:] = np.asarray(array)[:count].reshape(-1)
