@@ -31,6 +31,7 @@ from glm_dcp_jax.transfer.fingerprint import PROTOCOL, Fingerprint, check_alike
 from glm_dcp_jax.transfer.offers import Held, Offers, OfferStats, Refused
 from glm_dcp_jax.transfer.packing import PARTS, Part, PoolsLost
 from glm_dcp_jax.transfer.pieces import Piece
+from glm_dcp_jax.transfer.pulse import KEYS_IN_A_BEAT
 from glm_dcp_jax.transfer.references import Reference
 from glm_dcp_jax.transfer.transports import Transport, TransportError
 from glm_dcp_jax.transfer.wire import Listener, Peer
@@ -41,7 +42,7 @@ Pack = Callable[[Part, np.ndarray, int], list[jax.Array]]
 """Starts the packing of slots [tp, N] of pools of some generation; each rank's rows [N, row_bytes] uint8, on its own
 device. Raises PoolsLost where they are of another."""
 REAPER_SECONDS = 0.25
-_MOST_KEYS = 4096
+_MOST_KEYS = KEYS_IN_A_BEAT
 
 
 @dataclass
@@ -108,6 +109,7 @@ class Producer:
             key,
             held.length,
             self.fingerprint.connector,
+            self._lease,
         )
         return reference.as_params(list(held.pages), self.fingerprint.tp, self.fingerprint.dcp)
 

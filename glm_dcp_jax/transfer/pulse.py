@@ -11,6 +11,10 @@ from glm_dcp_jax.transfer.wire import Peer, PeerError, connect
 
 _log = logging.getLogger(__name__)
 BEATS_IN_A_LEASE = 6
+KEYS_IN_A_BEAT = 4096
+"""More is no message that a producer takes."""
+_LEAST = 0.05
+"""Seconds between two beats, at least, whatever a lease is said to be."""
 
 
 class Pulses:
@@ -66,8 +70,11 @@ class Pulses:
 
     def _due(self, address: tuple[str, int]) -> dict[str, Reference]:
         """What is to be kept alive, a period after the last time; empty when the thread is to end."""
-        due = time.monotonic() + self._period
         with self._changed:
+            leases = [reference.lease for reference in self._kept[address] if reference.lease]
+            due = time.monotonic() + max(
+                min([self._period, *(lease / BEATS_IN_A_LEASE for lease in leases)]), _LEAST
+            )
             while not self._closed and self._kept[address] and (left := due - time.monotonic()) > 0:
                 self._changed.wait(left)
             kept = {} if self._closed else {reference.key: reference for reference in self._kept[address]}
@@ -83,14 +90,18 @@ class Pulses:
         try:
             if peer is None:
                 peer = connect(*address, self._secret, deadline)
-            lost = peer.request({"do": "beat", "keys": list(references)}, deadline).get("lost")
+            keys, lost = list(references), []
+            for at in range(0, len(keys), KEYS_IN_A_BEAT):
+                some = keys[at : at + KEYS_IN_A_BEAT]
+                answer = peer.request({"do": "beat", "keys": some}, deadline).get("lost")
+                lost += answer if isinstance(answer, list) else []
         except PeerError as error:
             _log.warning("no heartbeat reaches the producer at %s:%d: %s", *address, error)
             if peer is not None:
                 peer.close()
             return None
         self._heard(address)
-        for key in lost if isinstance(lost, list) else []:
+        for key in lost:
             if isinstance(key, str) and key in references:
                 self._lost(references[key])
         return peer

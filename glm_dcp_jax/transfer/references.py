@@ -11,6 +11,7 @@ from typing import Any
 
 _KEY = re.compile(r"[0-9a-f]{32}")
 _MOST_CHARACTERS = 256
+_MOST_SECONDS = 86_400
 
 
 class BadReference(ValueError):
@@ -19,7 +20,7 @@ class BadReference(ValueError):
 
 @dataclass(frozen=True)
 class Reference:
-    """Where a request's cache is. num_tokens: of its prompt."""
+    """Where a request's cache is. num_tokens: of its prompt. lease: seconds for which it is held; 0 for unknown."""
 
     engine_id: str
     request_id: str
@@ -28,6 +29,7 @@ class Reference:
     key: str
     num_tokens: int
     connector: str
+    lease: float = 0.0
 
     @property
     def address(self) -> tuple[str, int]:
@@ -46,6 +48,7 @@ class Reference:
             "remote_port": self.port,
             "remote_key": self.key,
             "remote_num_tokens": self.num_tokens,
+            "remote_lease_seconds": self.lease,
             "kv_connector": self.connector,
             "tp_size": tp,
             "dcp_size": dcp,
@@ -64,6 +67,7 @@ class Reference:
             key=_text(params, "remote_key"),
             num_tokens=_integer(params, "remote_num_tokens", 2**31 - 1),
             connector=_text(params, "kv_connector"),
+            lease=_seconds(params, "remote_lease_seconds"),
         )
         if not _KEY.fullmatch(found.key):
             raise BadReference("remote_key must be 32 hex digits, as the producer's answer has them")
@@ -106,6 +110,13 @@ def _text(params: Mapping[str, Any], name: str) -> str:
             f"{name} must be a text of 1 to {_MOST_CHARACTERS} characters, but is {value!r:.100}"
         )
     return value
+
+
+def _seconds(params: Mapping[str, Any], name: str) -> float:
+    value = params.get(name, 0.0)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MOST_SECONDS:
+        raise BadReference(f"{name} must be a number from 0 to {_MOST_SECONDS}, but is {value!r:.100}")
+    return float(value)
 
 
 def _integer(params: Mapping[str, Any], name: str, most: int) -> int:

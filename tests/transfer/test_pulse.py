@@ -2,11 +2,12 @@
 
 import socket
 import time
+from dataclasses import replace
 
 from glm_dcp_jax.transfer.consumer import Consumer
 from glm_dcp_jax.transfer.fingerprint import Fingerprint
 from glm_dcp_jax.transfer.loads import Load
-from glm_dcp_jax.transfer.pulse import Pulses
+from glm_dcp_jax.transfer.pulse import KEYS_IN_A_BEAT, Pulses
 from glm_dcp_jax.transfer.references import Reference
 from glm_dcp_jax.transfer.transports import make_transport
 from glm_dcp_jax.transfer.wire import Listener, Peer
@@ -65,6 +66,27 @@ def test_a_key_that_two_requests_bring_is_kept_alive_for_the_second():
     after = ear.beats("0" * 32)
     time.sleep(0.3)
     assert ear.beats("0" * 32) == after
+    pulses.close()
+    ear.listener.close()
+
+
+def test_beats_follow_the_producers_lease_where_that_is_shorter():
+    ear = Ear()
+    pulses = Pulses(b"", 600.0, 1.0, lambda reference: None)
+    pulses.add(replace(ear.reference(), lease=0.6))
+    wait_for(lambda: ear.beats("0" * 32) > 2, seconds=5.0)
+    pulses.close()
+    ear.listener.close()
+
+
+def test_any_number_of_keys_is_kept_alive():
+    ear = Ear()
+    pulses = Pulses(b"", 0.6, 5.0, lambda reference: None)
+    keys = [f"{at:032x}" for at in range(KEYS_IN_A_BEAT + 3)]
+    for key in keys:
+        pulses.add(ear.reference(key))
+    wait_for(lambda: ear.beats(keys[0]) and ear.beats(keys[-1]))
+    assert max(len(message["keys"]) for message in ear.heard) <= KEYS_IN_A_BEAT
     pulses.close()
     ear.listener.close()
 
