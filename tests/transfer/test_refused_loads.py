@@ -1,6 +1,6 @@
 """Loads that are refused, given up, or led to somebody who is no producer; without engines."""
 
-import os
+import random
 import socket
 import threading
 import time
@@ -66,7 +66,14 @@ class TestStrangers:
         giver.producer.release(Reference.of_params(params))
 
     @pytest.mark.parametrize(
-        "frame", [b"GDJx", os.urandom(64), b"GDJx\0\1\0\0\0\0\0\2[]", b"GDJx\0\1\0\0\xff\xff\xff\xff"]
+        "frame",
+        [
+            b"GDJx",
+            random.Random(0).randbytes(64),
+            b"GDJx\0\1\0\0\0\0\0\2[]",
+            b"GDJx\0\1\0\0\xff\xff\xff\xff",
+        ],
+        ids=["a beginning", "noise", "no object", "a huge one"],
     )
     def test_frames_that_are_none(self, giver, impatient, frame):
         def serve(peer: Any) -> None:
