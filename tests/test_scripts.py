@@ -4,6 +4,7 @@ The interpreter is a stand-in that notes its arguments and installs nothing; the
 """
 
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -19,7 +20,12 @@ ROOT = Path(__file__).parent.parent
 PYTHON = """#!/bin/sh
 case "$1 $2 $3" in
     "-m venv --clear") echo venv >>"$NOTES"; rm -rf "$4"; mkdir -p "$4/bin"; cp "$0" "$4/bin/python" ;;
-    "-m pip install") for last; do :; done; echo "install $last" >>"$NOTES"; exit "${PIP_EXIT:-0}" ;;
+    "-m pip install")
+        for last; do :; done
+        case $last in
+            nixl*) [ -z "${NIXL_NOTED-}" ] || echo "$*" >>"$NOTES"; exit "${NIXL_EXIT:-0}" ;;
+        esac
+        echo "install $last" >>"$NOTES"; exit "${PIP_EXIT:-0}" ;;
     "-m pip --version" | "-I -c "* | "-V "*) ;;
     "-c import sys, venv"*) exit "${OLD:-0}" ;;
     *) echo "$@" ;;
@@ -63,6 +69,21 @@ def checkout(tmp_path: Path) -> Checkout:
     root = tmp_path / "a checkout"
     root.mkdir()
     return Checkout(root)
+
+
+@pytest.mark.skipif(
+    (platform.system(), platform.machine()) != ("Linux", "x86_64"), reason="NIXL is installed on Linux x86_64"
+)
+class TestNixl:
+    def test_it_is_there_for_tests_only_and_without_what_it_wants_besides(self, checkout):
+        assert checkout.done("serve", NIXL_NOTED="yes") == ["venv", "install ."]
+        (_, nixl) = checkout.done("test", NIXL_NOTED="yes")
+        assert "--no-deps" in nixl and nixl.endswith("nixl-cu12==1.5.1")
+
+    def test_without_it_the_install_is_not_done(self, checkout):
+        failed = checkout.run("test", NIXL_EXIT="1")
+        assert failed.returncode == 1 and "error: NIXL could not be installed" in failed.stderr
+        assert checkout.done("test") == ["venv", "install .[aot,test]"]
 
 
 def test_arguments_are_handed_on(checkout):

@@ -105,9 +105,10 @@ class Wish:
 
 def _text(params: Mapping[str, Any], name: str) -> str:
     value = params.get(name)
-    if not isinstance(value, str) or not 0 < len(value) <= _MOST_CHARACTERS:
+    # What cannot be printed would stand in logs.
+    if not isinstance(value, str) or not 0 < len(value) <= _MOST_CHARACTERS or not value.isprintable():
         raise BadReference(
-            f"{name} must be a text of 1 to {_MOST_CHARACTERS} characters, but is {value!r:.100}"
+            f"{name} must be a text of 1 to {_MOST_CHARACTERS} printable characters, but is {ascii(value):.100}"
         )
     return value
 

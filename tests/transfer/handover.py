@@ -35,12 +35,13 @@ IN_CHUNKS = {"max_num_batched_tokens": 16, "precompile_token_paddings": (16,)}
 @dataclass(frozen=True)
 class Pair:
     """Two engines' settings. one: of the engine that they are compared with. drafting: whether the model has an MTP
-    layer."""
+    layer. tolerance: of logprobs."""
 
     producer: Settings
     consumer: Settings
     one: Settings = field(default_factory=dict)
     drafting: bool = False
+    tolerance: float = TOLERANCE
 
     @property
     def block(self) -> int:
@@ -101,12 +102,13 @@ FURTHER = [
 """Sizes that do not divide one another, and parts of a mesh."""
 
 
-def _with_records(name: str, producer: Settings, consumer: Settings) -> Pair:
-    """Quantised records too are the one engine's: a token is encoded once, from values that do not depend on how its
-    prompt was cut into chunks but for the order of float32 sums. Where that moved a value across the border between two
-    codes, logprobs would be further apart than the tolerance; at these prompts it moves none."""
+def _with_records(name: str, tolerance: float) -> Pair:
+    """Rounded records are compared with one engine's that are rounded likewise. How a prompt is cut into chunks does
+    not matter to them: a token is encoded once. But sums in another order move a value by 1e-7, which now and then
+    takes it to the next code; the tolerance is what a few such steps do to logprobs, and less than the likeliest tokens
+    are apart."""
     records = {"kv_cache_dtype": name}
-    return Pair(producer | records, consumer | records, records)
+    return Pair(sized(4, 4) | records, sized(2, 2) | records, records, tolerance=tolerance)
 
 
 PAIRS = {
@@ -115,8 +117,9 @@ PAIRS = {
     "block 64 -> 16": Pair(sized(2, 1, block_size=64), sized(4, 4, block_size=16)),
     "interleave 1 -> block": Pair(sized(4, 4), sized(4, 4, cp_kv_cache_interleave_size=4)),
     "interleave block -> 1": Pair(sized(4, 4, cp_kv_cache_interleave_size=4), sized(2, 2)),
-    "interleave 2 -> 4, block 8 -> 4": Pair(
-        sized(4, 2, block_size=8, cp_kv_cache_interleave_size=2), sized(6, 6, cp_kv_cache_interleave_size=4)
+    "everything differs": Pair(
+        sized(4, 2, block_size=8, cp_kv_cache_interleave_size=2, dcp_indexer_shards=2),
+        sized(6, 6, cp_kv_cache_interleave_size=4, dcp_indexer_shards=3),
     ),
     "indexer shards 4 -> 1": Pair(sized(4, 4, dcp_indexer_shards=4), sized(4, 4)),
     "indexer shards 1 -> 3": Pair(sized(4, 4), sized(6, 6, dcp_indexer_shards=3)),
@@ -127,9 +130,9 @@ PAIRS = {
         sized(2, 1, block_size=8, **DRAFTS), sized(4, 4, **DRAFTS), drafting=True
     ),
     "drafts on P only": Pair(sized(4, 4, **DRAFTS), sized(2, 2), drafting=True),
-    "bfloat16 records": _with_records("bfloat16", sized(4, 4), sized(2, 2)),
-    "fp8 records": _with_records("fp8_ds_mla", sized(4, 4), sized(2, 2)),
-    "nvfp4 records": _with_records("nvfp4_ds_mla", sized(4, 4), sized(2, 2)),
+    "bfloat16 records": _with_records("bfloat16", 0.002),
+    "fp8 records": _with_records("fp8_ds_mla", 0.01),
+    "nvfp4 records": _with_records("nvfp4_ds_mla", 0.01),
 }
 
 
@@ -287,14 +290,16 @@ def hand_over(
     return first, consumer.result(ask(consumer, prompt, first["kv_transfer_params"], **sampling))
 
 
-def check_same(found: Result, expected: Result, what: str) -> None:
+def check_same(found: Result, expected: Result, what: str, tolerance: float = TOLERANCE) -> None:
     """Raise AssertionError unless tokens are equal, and logprobs as good as equal."""
     assert found["all_token_ids"] == expected["all_token_ids"], what
     assert found["finish_reason"] == expected["finish_reason"], what
-    check_logprobs(found["logprobs"], expected["logprobs"], what)
+    check_logprobs(found["logprobs"], expected["logprobs"], what, tolerance)
 
 
-def check_logprobs(found: list[dict[str, float]], expected: list[dict[str, float]], what: str) -> None:
+def check_logprobs(
+    found: list[dict[str, float]], expected: list[dict[str, float]], what: str, tolerance: float = TOLERANCE
+) -> None:
     """Raise AssertionError unless all are within the tolerance. Of tokens that are as good as equally likely, either
     may be the last of the likeliest."""
     assert len(found) == len(expected), what
@@ -302,11 +307,16 @@ def check_logprobs(found: list[dict[str, float]], expected: list[dict[str, float
         for token in ours.keys() | theirs.keys():
             pair = [entries.get(token, min(entries.values())) for entries in (ours, theirs)]
             away = abs(pair[0] - pair[1])
-            assert away <= TOLERANCE, f"{what}: position {position}, token {token}: {pair}, {away:.1e} apart"
+            assert away <= tolerance, f"{what}: position {position}, token {token}: {pair}, {away:.1e} apart"
 
 
 def check_at_once(
-    one: Running, producer: Running, consumer: Running, prompts: list[list[int]], **sampling: Any
+    one: Running,
+    producer: Running,
+    consumer: Running,
+    prompts: list[list[int]],
+    tolerance: float = TOLERANCE,
+    **sampling: Any,
 ) -> None:
     """All prompts are handed over side by side, and each is answered as one engine answers it."""
     firsts = [ask_to_leave(producer, prompt) for prompt in prompts]
@@ -315,4 +325,5 @@ def check_at_once(
         for prompt, first in zip(prompts, firsts, strict=True)
     ]
     for prompt, name in zip(prompts, names, strict=True):
-        check_same(consumer.result(name), alone(one, prompt, **sampling), f"{len(prompt)} tokens, at once")
+        expected = alone(one, prompt, **sampling)
+        check_same(consumer.result(name), expected, f"{len(prompt)} tokens, at once", tolerance)

@@ -33,15 +33,7 @@ from glm_dcp_jax import LLM
 from glm_dcp_jax.transfer.transports import available
 
 IN_PROCESSES = ["P TP2/DCP1 -> D TP4/DCP4", "drafts on both"]
-IN_THIS_ONE = [
-    "P TP8/DCP8 -> D TP4/DCP1",
-    "P TP4/DCP1 -> D TP8/DCP8",
-    "P TP4/DCP2 -> D TP6/DCP3",
-    "block 16 -> 64",
-    "interleave 2 -> 4, block 8 -> 4",
-    "indexer shards 2 -> 4",
-    "fp8 records",
-]
+IN_THIS_ONE = ["block 16 -> 64", "everything differs"]
 SLOW = pytest.mark.slow
 
 
@@ -77,7 +69,7 @@ def test_a_walk_in_this_process(name, models, one_for):
             first, found = hand_over(producer, consumer, step.prompt, **step.sampling)
             expected = alone(one, step.prompt, **step.sampling)
             assert first["token_ids"] == expected["token_ids"][:1], what
-            check_same(found, expected, what)
+            check_same(found, expected, what, pair.tolerance)
             assert producer.sent_tokens - before == step.tokens_to_read(pair.block), what
             producer.wait_idle()
             consumer.wait_idle()
@@ -106,8 +98,8 @@ def check_in_processes(pair: Pair, connector: str, models: dict[bool, Path], one
             first, found = hand_over(*engines, step.prompt, **step.sampling)
             expected = alone(one, step.prompt, **step.sampling)
             assert first["token_ids"] == expected["token_ids"][:1], what
-            check_same(found, expected, what)
-        check_at_once(one, *engines, random_prompts(70, 33, 9, 121, seed=1))
+            check_same(found, expected, what, pair.tolerance)
+        check_at_once(one, *engines, random_prompts(70, 33, 9, 121, seed=1), pair.tolerance)
         for engine in engines:
             state = engine.wait_idle(60.0)
             assert state["used"] == 0 and not any(state["usage"].values()), state
@@ -115,8 +107,8 @@ def check_in_processes(pair: Pair, connector: str, models: dict[bool, Path], one
 
 
 CROWDED = Pair(
-    sized(4, 4, num_gpu_blocks_override=14, **IN_CHUNKS, **DRAFTS),
-    sized(2, 2, num_gpu_blocks_override=27, **DRAFTS),
+    sized(2, 2, num_gpu_blocks_override=27, **IN_CHUNKS, **DRAFTS),
+    sized(2, 1, num_gpu_blocks_override=27, block_size=8, **DRAFTS),
     drafting=True,
 )
 """Pages for 208 tokens on either side, chunks of 16 tokens on P, and drafts."""

@@ -89,7 +89,11 @@ class TestStrangers:
         stranger.close()
         giver.producer.release(Reference.of_params(params))
 
-    @pytest.mark.parametrize("host", ["127.0.0.1", "no.such.host.invalid", "x" * 200, "a\0b", "..", "\ud800"])
+    @pytest.mark.parametrize(
+        "host",
+        ["127.0.0.1", "no.such.host.invalid", "x" * 200, ".."],
+        ids=["here", "nowhere", "long", "dots"],
+    )
     def test_nothing(self, giver, taker, host):
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
