@@ -50,7 +50,9 @@ def case_named(op: str, shape: str = "", sizes: Sizes | None = None):
     return next(case for case in cases if case.op == op and shape in case.shape)
 
 
-@pytest.mark.parametrize(("only", "cases"), [("fp8 rope", 5), ("select_positions", 1)])
+@pytest.mark.parametrize(
+    ("only", "cases"), [pytest.param("fp8 rope", 5, marks=pytest.mark.slow), ("select_positions", 1)]
+)
 def test_a_rehearsal_agrees_and_says_that_it_measured_nothing(tmp_path, only, cases):
     done = run("--rehearse", "--only", only, "--seed", "1", "--output-directory", str(tmp_path))
     assert done.returncode == 0, done.stderr

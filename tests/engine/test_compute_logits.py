@@ -91,7 +91,11 @@ def test_a_busy_engine_is_refused_and_goes_on(llm, greedy):
 
 @pytest.mark.parametrize(
     ("dtype", "tp", "dcp", "path"),
-    [("bfloat16", 1, 1, "context"), ("bfloat16", 4, 2, "queries"), ("float16", 2, 2, "context")],
+    [
+        pytest.param("bfloat16", 1, 1, "context", marks=pytest.mark.slow),
+        ("bfloat16", 4, 2, "queries"),
+        pytest.param("float16", 2, 2, "context", marks=pytest.mark.slow),
+    ],
 )
 def test_narrow_types_run_every_kind_of_step(devices, directory, dtype, tp, dcp, path):
     """Some products of narrow types do not exist on every platform: chunks of each size, and batches of each size."""

@@ -16,7 +16,9 @@ def limit(llm, monkeypatch):
 
     def set_limits(**limits: object) -> None:
         scheduler = replace(llm.engine.config.scheduler, **limits)
-        monkeypatch.setattr(llm.engine, "config", replace(llm.engine.config, scheduler=scheduler))
+        config = replace(llm.engine.config, scheduler=scheduler)
+        monkeypatch.setattr(llm.engine, "config", config)
+        monkeypatch.setattr(llm.engine._maker, "_config", config)
 
     return set_limits
 

@@ -18,9 +18,7 @@ MESHES = {
     "odd_sizes": ((6, 2),),
     "expert_groups": ((4, 2),),
     "explicit_lists": ((3, 3),),
-    "lone_full_end": ((4, 4),),
-    "five_heads": ((6, 6),),
-    "equal_groups": ((7, 7),),
+    "five_heads": ((3, 1),),
     "single_layer": ((2, 1),),
     "half_split_indexer": ((8, 8),),
 }
@@ -54,8 +52,9 @@ def load(name: str, mesh: tuple[int, int], directory, **settings) -> LLM:
 
 SLOW_MESHES = {
     "odd_sizes": ((1, 1), (4, 4)),
-    "five_heads": ((3, 1),),
-    "equal_groups": ((1, 1),),
+    "five_heads": ((6, 6),),
+    "equal_groups": ((1, 1), (7, 7)),
+    "lone_full_end": ((4, 4),),
     "pattern_string": ((2, 2),),
     "all_full": ((6, 3),),
     "two_shared_experts": ((8, 4),),

@@ -35,9 +35,11 @@ FACTORS = {
     "inside": (0, 1, 2),
 }
 QUICK_FACTORS = FACTORS | {
-    "mesh": ((1, 1), (4, 4), (8, 4)),
-    "chunk": (5, 64, WHOLE),
+    "mesh": ((1, 1), (4, 4)),
+    "chunk": (5, WHOLE),
     "block_size": (4, 64),
+    "interleave": (1, "block"),
+    "index_shards": (1, "dcp"),
 }
 """What the default run covers all pairs of; other values occur in the slow run, and in tests beside this one."""
 INSIDE_EVERY = len(FACTORS["inside"])

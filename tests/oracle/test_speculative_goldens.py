@@ -85,6 +85,7 @@ def check(drafts: int, mesh: tuple[int, int], path: str, share: bool) -> None:
     check_greedy_text(llm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("drafts", "mesh", "path", "share"), QUICK)
 def test_an_engine_drafts_as_the_golden_and_its_text_is_the_goldens(devices, drafts, mesh, path, share):
     devices(mesh[0])

@@ -124,6 +124,7 @@ def test_more_than_the_machine_holds_is_refused_before_it_is_made(capsys):
 # ---- hand-over
 
 
+@pytest.mark.slow
 def test_a_handover_in_its_parts(tmp_path, capsys):
     model = write_tiny(tmp_path / "model")
     flags = f"--measure handover --model {model} --prompt-tokens 3 16 --transport tcp --repeat 1".split()

@@ -19,6 +19,10 @@ from fault_engines import (
 )
 from tiny import write_tiny
 
+pytestmark = (
+    pytest.mark.slow
+)  # three engines of three processes; test_peer_faults has these faults without engines
+
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:

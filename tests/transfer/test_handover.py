@@ -32,7 +32,7 @@ from tiny import random_prompts, write_drafting, write_tiny
 from glm_dcp_jax import LLM
 from glm_dcp_jax.transfer.transports import available
 
-IN_PROCESSES = ["P TP2/DCP1 -> D TP4/DCP4", "drafts on both"]
+IN_PROCESSES = ["P TP2/DCP1 -> D TP4/DCP4"]
 IN_THIS_ONE = ["block 16 -> 64", "everything differs"]
 SLOW = pytest.mark.slow
 
@@ -134,6 +134,7 @@ def one(one_for) -> EngineHere:
     return one_for(CROWDED)
 
 
+@pytest.mark.slow
 def test_drafts_after_a_hand_over_are_as_often_right_as_one_engines(crowded, one, models):
     """Wrong rows of the MTP layer would change no token, but what is drafted."""
     producer, consumer = crowded
