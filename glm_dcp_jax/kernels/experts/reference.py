@@ -10,6 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from glm_dcp_jax.kernels.linear.reference import gated, product
+from glm_dcp_jax.kernels.weights import Weight, at, shape_of
+
 _LARGEST_TILE = 64
 
 
@@ -37,47 +40,48 @@ def routed_experts(
     x: Float[Array, "T H"],
     expert_ids: Int[Array, "T K"],
     weights: Float[Array, "T K"],
-    gate_up: Float[Array, "*G E 2 i H"],
-    down: Float[Array, "*G E H i"],
+    gate_up: Weight,
+    down: Weight,
     group: Int[Array, ""] | int = 0,
+    first_expert: Int[Array, ""] | int = 0,
 ) -> Float[Array, "T H"]:
-    """sum_k weights[t, k] * down_e(silu(gate_e x) * up_e x) with e = expert_ids[t, k], in float32.
-
-    Weights may be stacked over the G groups of a scan, of which `group` is used. They are sliced per expert, in the
-    loop: a layer's slice of the stack, taken outside, would be copied whole.
-    """
-    if gate_up.ndim == 4:
-        gate_up, down = gate_up[None], down[None]
-    rows, experts = x.shape[0], gate_up.shape[1]
+    """See the op. Weights are sliced per expert, in the loop: a layer's slice of the stack would be copied whole."""
+    stacked = len(shape_of(gate_up)) == 5
+    experts = shape_of(gate_up)[-4]
+    rows = x.shape[0]
     plan = tile_plan(expert_ids.size, experts)
-    by_expert = _sort(expert_ids, weights, experts)
+    by_expert = _sort(expert_ids - first_expert, weights, experts)
     start = jnp.zeros(x.shape, jnp.float32)
 
-    def add_tile(total: Array, first: Array, expert: Array, own_gate_up: Array, own_down: Array) -> Array:
+    def add_tile(total: Array, first: Array, expert: Array, own_gate_up: Weight, own_down: Weight) -> Array:
         places = first + jnp.arange(plan.tile_rows)
         used = places < by_expert.stops[expert]
         place = jnp.minimum(places, expert_ids.size - 1)
         token = by_expert.tokens[place]
-        out = _expert(x[token], own_gate_up.reshape(-1, x.shape[1]), own_down)
+        out = product(gated(x[token], own_gate_up), own_down)
         scaled = out * jnp.where(used, by_expert.weights[place], 0.0)[:, None]
         return total.at[jnp.where(used, token, rows)].add(scaled, mode="drop")
 
-    def expert_after_expert(gate_up: Array, down: Array) -> Array:
+    def of(expert: Array, gate_up: Weight, down: Weight) -> tuple[Weight, Weight]:
+        index = (group, expert) if stacked else (expert,)
+        return at(gate_up, *index), at(down, *index)
+
+    def expert_after_expert(gate_up: Weight, down: Weight) -> Array:
         chosen_first = jnp.argsort(by_expert.counts == 0, stable=True)
 
-        def one_expert(at: Array, total: Array) -> Array:
-            expert = chosen_first[at]
-            own_gate_up, own_down = gate_up[group, expert], down[group, expert]
+        def one_expert(turn: Array, total: Array) -> Array:
+            expert = chosen_first[turn]
+            own = of(expert, gate_up, down)
             first = by_expert.stops[expert] - by_expert.counts[expert]
 
             def one_tile(tile: Array, total: Array) -> Array:
-                return add_tile(total, first + tile * plan.tile_rows, expert, own_gate_up, own_down)
+                return add_tile(total, first + tile * plan.tile_rows, expert, *own)
 
             return jax.lax.fori_loop(0, -(-by_expert.counts[expert] // plan.tile_rows), one_tile, total)
 
         return jax.lax.fori_loop(0, jnp.sum(by_expert.counts > 0), one_expert, start)
 
-    def tile_after_tile(gate_up: Array, down: Array) -> Array:
+    def tile_after_tile(gate_up: Weight, down: Weight) -> Array:
         # For all tiles at once: in the loop, each turn would start these small kernels again.
         tile_counts = -(-by_expert.counts // plan.tile_rows)
         tile_stops, tiles = jnp.cumsum(tile_counts), jnp.arange(plan.num_tiles)
@@ -88,8 +92,7 @@ def routed_experts(
         first_of = (by_expert.stops - by_expert.counts)[expert_of] + number * plan.tile_rows
 
         def one_tile(tile: Array, total: Array) -> Array:
-            expert = expert_of[tile]
-            return add_tile(total, first_of[tile], expert, gate_up[group, expert], down[group, expert])
+            return add_tile(total, first_of[tile], expert_of[tile], *of(expert_of[tile], gate_up, down))
 
         return jax.lax.fori_loop(0, plan.num_tiles, one_tile, start)
 
@@ -98,7 +101,10 @@ def routed_experts(
 
 
 class _ByExpert(NamedTuple):
-    """Assignments sorted by expert: token and weight of each, and how many are each expert's, up to which place."""
+    """Assignments sorted by expert: token and weight of each, and how many are each expert's, up to which place.
+
+    Behind those come the assignments of experts that are not here.
+    """
 
     tokens: Int[Array, " A"]
     weights: Float[Array, " A"]
@@ -108,15 +114,7 @@ class _ByExpert(NamedTuple):
 
 def _sort(expert_ids: Int[Array, "T K"], weights: Float[Array, "T K"], experts: int) -> _ByExpert:
     flat = expert_ids.reshape(-1)
+    flat = jnp.where((flat >= 0) & (flat < experts), flat, experts)
     order = jnp.argsort(flat, stable=True)
-    counts = jnp.bincount(flat, length=experts)
+    counts = jnp.bincount(flat, length=experts + 1)[:experts]
     return _ByExpert(order // expert_ids.shape[1], weights.reshape(-1)[order], counts, jnp.cumsum(counts))
-
-
-def _expert(
-    x: Float[Array, "m H"], gate_up: Float[Array, "2i H"], down: Float[Array, "H i"]
-) -> Float[Array, "m H"]:
-    both = jnp.einsum("mh,ih->mi", x, gate_up, preferred_element_type=jnp.float32)
-    gate, up = jnp.split(both, 2, axis=1)
-    inner = (jax.nn.silu(gate) * up).astype(x.dtype)
-    return jnp.einsum("mi,hi->mh", inner, down, preferred_element_type=jnp.float32)
