@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 
 from glm_dcp_jax.config.errors import ConfigError
 from glm_dcp_jax.config.processes import ProcessConfig
+from glm_dcp_jax.config.quantisation import QUANTIZATIONS
 from glm_dcp_jax.config.speculative import SpeculativeConfig
 from glm_dcp_jax.config.transfer import TransferConfig
 
@@ -79,6 +80,7 @@ class ParallelConfig:
     dcp_project_first: str = "auto"
     step_segments: int | None = None
     dcp_indexer_shards: int = 1
+    enable_expert_parallel: bool = False
 
     def __post_init__(self) -> None:
         tp, dcp = self.tensor_parallel_size, self.decode_context_parallel_size
@@ -208,6 +210,8 @@ class EngineConfig:
     tokenizer: str | None = None
     skip_tokenizer_init: bool = False
     dtype: str = "auto"
+    quantization: str | None = None
+    verify_checksums: bool = False
     kernels: str = "auto"
     seed: int = 0
     latent_norm_eps: float = 1e-6
@@ -229,6 +233,8 @@ class EngineConfig:
             )
         one_of("dtype", self.dtype, DTYPES)
         one_of("kernels", self.kernels, KERNELS)
+        if self.quantization is not None:
+            one_of("quantization", self.quantization, QUANTIZATIONS)
         one_of("generation_config", self.generation_config, GENERATION_CONFIGS)
         if not 0 < self.latent_norm_eps < 1:
             raise ConfigError(f"latent_norm_eps {self.latent_norm_eps} must be above 0 and below 1")

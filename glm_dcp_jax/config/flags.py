@@ -30,6 +30,7 @@ from glm_dcp_jax.config.engine import (
 from glm_dcp_jax.config.errors import ConfigError
 from glm_dcp_jax.config.json_file import parse_unique_json
 from glm_dcp_jax.config.processes import ProcessConfig
+from glm_dcp_jax.config.quantisation import QUANTIZATIONS
 from glm_dcp_jax.config.speculative import SpeculativeConfig
 from glm_dcp_jax.config.transfer import TransferConfig
 
@@ -58,6 +59,15 @@ FLAGS = (
     Flag("tokenizer", "directory or tokenizer.json; unset: the model's own"),
     Flag("skip_tokenizer_init", "load no tokenizer: prompts are token ids only"),
     Flag("dtype", "weights and arithmetic; auto: the checkpoint's on GPUs, float32 on CPU", DTYPES),
+    Flag(
+        "quantization",
+        "how the checkpoint must be quantised, which is checked, and nothing else; unset: however it is",
+        QUANTIZATIONS,
+        short="-q",
+    ),
+    Flag(
+        "verify_checksums", "compare the files of weights with their SHA-256 sums first, which reads them all"
+    ),
     Flag("kernels", "ops in plain JAX or as Triton kernels; auto: Triton on NVIDIA GPUs", KERNELS),
     Flag("seed", "seed of requests that bring none"),
     Flag("max_model_len", "longest prompt plus output, in tokens; unset: what the model and the cache allow"),
@@ -67,6 +77,11 @@ FLAGS = (
         short="-tp",
     ),
     Flag("decode_context_parallel_size", "devices one copy of the KV cache is split over", short="-dcp"),
+    Flag(
+        "enable_expert_parallel",
+        "whole experts on each device, instead of a part of every expert",
+        short="-ep",
+    ),
     Flag("num_processes", "processes that drive the mesh together, each with an equal part of its devices"),
     Flag("process_id", "which of them this one is, from 0; process 0 answers requests"),
     Flag(
@@ -155,7 +170,6 @@ REFUSED = {
     "cpu_offload_gb": "weights are not offloaded",
     "distributed_executor_backend": "start each process yourself, with --num-processes and --process-id",
     "enable_chunked_prefill": "prefill is always chunked; set --max-num-batched-tokens",
-    "enable_expert_parallel": "experts are split by width over the mesh",
     "enable_lora": "LoRA adapters are not supported",
     "enforce_eager": "steps are always compiled; see --precompile-bs-paddings",
     "load_format": "checkpoints are safetensors",
@@ -165,7 +179,6 @@ REFUSED = {
     "node_rank": "use --process-id",
     "pipeline_parallel_size": "the model is split by tensor parallelism only; use --tensor-parallel-size",
     "prefill_context_parallel_size": "prefill context parallelism is not supported",
-    "quantization": "quantised weights are not available yet",
     "swap_space": "the cache is not offloaded",
     "trust_remote_code": "no code of a checkpoint is ever run, so there is nothing to trust",
 }

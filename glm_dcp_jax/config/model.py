@@ -4,16 +4,17 @@ Field names are config.json's own, so that a reader finds them in both places. `
 GLM-5.2 it equals qk_nope_head_dim and is not the rotary dimension.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from glm_dcp_jax.config.cache_scheme import cache_scheme, is_only_about_the_cache, says_something
+from glm_dcp_jax.config.cache_scheme import cache_scheme, says_something
 from glm_dcp_jax.config.engine import FLOAT_DTYPES, one_of
 from glm_dcp_jax.config.errors import ConfigError
 from glm_dcp_jax.config.fields import Fields
 from glm_dcp_jax.config.json_file import read_json_object
+from glm_dcp_jax.config.quantisation import Quantisation
 from glm_dcp_jax.config.schedule import Run, full_layers, runs_of, sparse_layers, stages_of
 
 MODEL_TYPE = "glm_moe_dsa"
@@ -72,6 +73,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     dtype: str
     cache_scheme: str | None
+    quantisation: Quantisation | None
     eos_token_ids: tuple[int, ...]
     full: tuple[bool, ...]
     sparse: tuple[bool, ...]
@@ -81,6 +83,10 @@ class ModelConfig:
     def stages(self) -> tuple[Run, ...]:
         """The runs as executed: scans of several groups, and single groups."""
         return stages_of(self.runs)
+
+    def stored_as(self, kinds: Sequence[Hashable]) -> "ModelConfig":
+        """The same, with runs of layers that are stored alike. kinds: what each layer's weights are stored as."""
+        return replace(self, runs=runs_of(self.full, self.sparse, kinds))
 
     @property
     def qk_head_dim(self) -> int:
@@ -124,6 +130,7 @@ class ModelConfig:
             tie_word_embeddings=fields.switch("tie_word_embeddings", False),
             dtype=dtype,
             cache_scheme=cache_scheme(fields.section("quantization_config")),
+            quantisation=Quantisation.of(fields.section("quantization_config")),
             eos_token_ids=fields.integers("eos_token_id"),
             full=full,
             sparse=sparse,
@@ -170,12 +177,6 @@ def _refuse_unknown(fields: Fields) -> None:
     for field, only in _FIXED.items():
         if fields.get(field, only) != only:
             raise ConfigError(f"{field} {fields[field]!r} is not supported; only {only!r} is")
-    section = fields.section("quantization_config")
-    if says_something(section) and not is_only_about_the_cache(section):
-        method = section.get("quant_method", "unknown")
-        raise ConfigError(
-            f"the checkpoint is quantised ({method}); only bfloat16, float16 and float32 weights can be loaded"
-        )
 
 
 def _require_equal_heads(fields: Fields, heads: int) -> None:

@@ -6,8 +6,8 @@ the network can execute as one scan. Rules: transformers' `indexer_types`, `inde
 `index_skip_topk_offset`, in this order of precedence.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from glm_dcp_jax.config.errors import ConfigError
@@ -19,13 +19,15 @@ class Run:
     """`num_groups` equal share groups, one after the other.
 
     first_layer: index of the run's first layer. first_full: how many Full layers come before it.
-    sparse: for each layer of one group, whether its feed-forward is a mixture of experts.
+    sparse: for each layer of one group, whether its feed-forward is a mixture of experts. stored: for each layer of one
+    group, what its weights are stored as, where that differs between layers.
     """
 
     first_layer: int
     first_full: int
     num_groups: int
     sparse: tuple[bool, ...]
+    stored: tuple[Hashable, ...] = ()
 
     @property
     def group_size(self) -> int:
@@ -102,7 +104,7 @@ def stages_of(runs: Sequence[Run]) -> tuple[Run, ...]:
             stages.append(run)
         else:
             for group in range(run.num_groups):
-                stages.append(Run(run.layer(group, 0), run.first_full + group, 1, run.sparse))
+                stages.append(_group(run, group))
     return tuple(stages)
 
 
@@ -111,11 +113,7 @@ def segments_of(runs: Sequence[Run], count: int) -> tuple[tuple[Run, ...], ...]:
 
     Raises ConfigError for more parts than share groups.
     """
-    groups = [
-        Run(run.layer(group, 0), run.first_full + group, 1, run.sparse)
-        for run in runs
-        for group in range(run.num_groups)
-    ]
+    groups = [_group(run, group) for run in runs for group in range(run.num_groups)]
     if not 1 <= count <= len(groups):
         raise ConfigError(f"{len(groups)} share groups do not make {count} segments; use 1 to {len(groups)}")
     layers = groups[-1].first_layer + groups[-1].group_size
@@ -127,22 +125,27 @@ def segments_of(runs: Sequence[Run], count: int) -> tuple[tuple[Run, ...], ...]:
     return tuple(stages_of(_joined(groups[cut:end])) for cut, end in zip(cuts, ends, strict=True))
 
 
-def runs_of(full: Sequence[bool], sparse: Sequence[bool]) -> tuple[Run, ...]:
-    """Cut the layers into share groups and join equal neighbours into runs."""
+def runs_of(full: Sequence[bool], sparse: Sequence[bool], stored: Sequence[Hashable] = ()) -> tuple[Run, ...]:
+    """Cut the layers into share groups and join equal neighbours into runs. stored: see Run, of all layers."""
     starts = [layer for layer, is_full in enumerate(full) if is_full] + [len(full)]
     return _joined(
-        Run(start, ordinal, 1, tuple(sparse[start:stop]))
+        Run(start, ordinal, 1, tuple(sparse[start:stop]), tuple(stored[start:stop]))
         for ordinal, (start, stop) in enumerate(zip(starts, starts[1:], strict=False))
     )
+
+
+def _group(run: Run, number: int) -> Run:
+    """One group of a run, as a run."""
+    return replace(run, first_layer=run.layer(number, 0), first_full=run.first_full + number, num_groups=1)
 
 
 def _joined(groups: Iterable[Run]) -> tuple[Run, ...]:
     """Single groups one after the other, equal neighbours as one run."""
     runs: list[Run] = []
     for group in groups:
-        if runs and runs[-1].sparse == group.sparse:
+        if runs and (runs[-1].sparse, runs[-1].stored) == (group.sparse, group.stored):
             last = runs.pop()
-            runs.append(Run(last.first_layer, last.first_full, last.num_groups + 1, last.sparse))
+            runs.append(replace(last, num_groups=last.num_groups + 1))
         else:
             runs.append(group)
     return tuple(runs)

@@ -18,6 +18,7 @@ from glm_dcp_jax.engine.formats import Formats
 from glm_dcp_jax.engine.steps import BlockShape, CompiledSteps
 from glm_dcp_jax.kernels.row_blocks import WORKSPACE_BYTES
 from glm_dcp_jax.model.network import NetworkShape, abstract_network
+from glm_dcp_jax.model.stored_weights import ALL_PLAIN, WeightFormats
 from glm_dcp_jax.parallel.attention import AttentionSettings
 from glm_dcp_jax.parallel.link import Link, assumed_link, memory_bandwidth
 from glm_dcp_jax.parallel.policy import DecodePolicy, Estimate
@@ -38,13 +39,15 @@ _GPU_SEGMENTS = 2
 class Blueprint:
     """Raises ConfigError, when its parts are first asked for, for flags that do not fit the model or the platform.
 
-    link: what was measured between the devices; None: what is assumed of their kind.
+    link: what was measured between the devices; None: what is assumed of their kind. weights: how the checkpoint stores
+    them.
     """
 
     config: EngineConfig
     model: ModelConfig
     mesh: Mesh
     link: Link | None = None
+    weights: WeightFormats = ALL_PLAIN
 
     @property
     def on_cpu(self) -> bool:
@@ -85,7 +88,14 @@ class Blueprint:
         if speculative is not None:
             speculative.check_model(self.model)
         return abstract_network(
-            self.model, self.formats.compute, tp, self.segments, group_values, mtp=speculative is not None
+            self.model.stored_as(self.weights.layer_kinds(self.model.num_hidden_layers)),
+            self.formats.compute,
+            tp,
+            self.segments,
+            group_values,
+            mtp=speculative is not None,
+            formats=self.weights,
+            expert_parallel=self.config.parallel.enable_expert_parallel,
         )
 
     @property

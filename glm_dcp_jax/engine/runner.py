@@ -19,6 +19,7 @@ from glm_dcp_jax import environment
 from glm_dcp_jax.cache.capacity import resolve_max_model_len
 from glm_dcp_jax.cache.pools import Pools, make_pools
 from glm_dcp_jax.config import EngineConfig, ModelConfig
+from glm_dcp_jax.config.quantisation import FP8_BLOCK, Quantisation
 from glm_dcp_jax.engine.batch import Batch, BatchMaker, Line, make_block
 from glm_dcp_jax.engine.blueprint import Blueprint
 from glm_dcp_jax.engine.buckets import Buckets
@@ -38,6 +39,7 @@ from glm_dcp_jax.engine.warm_up import Compilation, compile_all
 from glm_dcp_jax.engine.work import Work
 from glm_dcp_jax.model.load import load_parameters
 from glm_dcp_jax.model.safetensors_reader import Checkpoint
+from glm_dcp_jax.model.stored_weights import StoredWeights, WeightFormats
 from glm_dcp_jax.parallel import processes
 from glm_dcp_jax.parallel.batch import Block
 from glm_dcp_jax.parallel.calibrate import measured_link
@@ -68,7 +70,8 @@ class Runner:
 
     def __init__(self, config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint) -> None:
         self.compiles = CompileCounter()
-        self.blueprint = _blueprint(config, model)
+        stored = stored_weights(checkpoint, model, config)
+        self.blueprint = _blueprint(config, model, stored)
         check_exchange_memory(config.parallel, self.blueprint.mesh)
         self.exchanges = ExchangeStats()
         self.mesh, self.layout, self.record = (
@@ -77,7 +80,7 @@ class Runner:
             self.blueprint.record,
         )
         self.steps = self.blueprint.steps
-        self.parameters = load_parameters(checkpoint, model, self.blueprint.shape, self.mesh)
+        self.parameters = load_parameters(stored, model, self.blueprint.shape, self.mesh)
         self._leaves = leaves_of(self.parameters)
         pages = number_of_pages(
             config.cache,
@@ -336,9 +339,16 @@ class Runner:
         return out
 
 
-def _blueprint(config: EngineConfig, model: ModelConfig) -> Blueprint:
+def stored_weights(checkpoint: Checkpoint, model: ModelConfig, config: EngineConfig) -> StoredWeights:
+    """How the checkpoint stores its weights. Raises ConfigError if they are not quantised as the flags ask."""
+    Quantisation.check(config.quantization, model.quantisation)
+    block = FP8_BLOCK if model.quantisation is None else model.quantisation.block
+    return StoredWeights(checkpoint, block)
+
+
+def _blueprint(config: EngineConfig, model: ModelConfig, weights: WeightFormats) -> Blueprint:
     """With what the link between the devices was measured to do, where a choice rests on it."""
-    blueprint = Blueprint(config, model, make_mesh(config.parallel))
+    blueprint = Blueprint(config, model, make_mesh(config.parallel), weights=weights)
     if blueprint.layout.world == 1:
         return blueprint
     choice = blueprint.transport

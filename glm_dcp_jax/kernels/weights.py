@@ -1,11 +1,11 @@
 """A weight matrix as a device holds it: floats, or codes and the scales they are multiplied by.
 
-Weights keep the checkpoint's [out, in], here [O, I], and may be stacked along leading axes S: groups of layers, experts,
-gate and up. A weight is a pytree, so it is passed to jitted functions as it is.
+Weights keep the checkpoint's [out, in], here [O, I], and may be stacked along leading axes S: groups of layers,
+experts, gate and up. A weight is a pytree, so it is passed to jitted functions as it is.
 """
 
 import math
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ class PlainWeight(NamedTuple):
 
 
 class Fp8Weight(NamedTuple):
-    """E4M3 codes, times the float32 scale of their block: of O / Ob rows and I / Ib columns each, both sizes even shares.
+    """E4M3 codes, times the float32 scale of their block: of O / Ob rows and I / Ib columns, which divide evenly.
 
     codes: [*S, O, I] float8_e4m3fn. scales: [*S, Ob, Ib].
     """
@@ -46,7 +46,6 @@ class Nvfp4Weight(NamedTuple):
 
 
 Weight = PlainWeight | Fp8Weight | Nvfp4Weight
-W = TypeVar("W", PlainWeight, Fp8Weight, Nvfp4Weight)
 
 
 def shape_of(weight: Weight) -> tuple[int, ...]:
@@ -62,13 +61,13 @@ def block_of(weight: Fp8Weight) -> tuple[int, int]:
     return rows // blocks[0], columns // blocks[1]
 
 
-def at(weight: W, *index: Int[Array, ""] | int) -> W:
+def at(weight: Weight, *index: Int[Array, ""] | int) -> Weight:
     """One matrix, or a smaller stack, of a stack: `index` counts along its first axes."""
     return type(weight)(*(part[index] for part in weight))
 
 
 def dequantised(weight: Weight) -> Float[Array, "*S O I"]:
-    """The values: of codes in float32, where the products of code and block scale are exact for NVFP4; else as stored."""
+    """The values: of codes in float32, else as they are stored."""
     if isinstance(weight, PlainWeight):
         return weight.values
     if isinstance(weight, Fp8Weight):

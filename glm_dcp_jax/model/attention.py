@@ -5,10 +5,11 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from glm_dcp_jax.config import ModelConfig
-from glm_dcp_jax.model.elementary import linear, rms_norm, rotate
+from glm_dcp_jax.kernels.dispatch import Backend
+from glm_dcp_jax.model.elementary import rms_norm, rotate
 from glm_dcp_jax.model.parameters import Maker, Source
 
 _PREFIX = "model.layers.{layer}.self_attn."
@@ -36,12 +37,14 @@ class LatentAttention(nnx.Module):
         heads, hidden, latent = config.num_attention_heads, config.hidden_size, config.kv_lora_rank
         nope, value, qk = config.qk_nope_head_dim, config.v_head_dim, config.qk_head_dim
         q_lora = config.q_lora_rank
-        self.q_a = make.weight(_PREFIX + "q_a_proj.weight", (q_lora, hidden))
+        self.q_a = make.linear(_PREFIX + "q_a_proj.weight", (q_lora, hidden))
         self.q_a_norm = make.weight(_PREFIX + "q_a_layernorm.weight", (q_lora,))
-        q_b = Source((_PREFIX + "q_b_proj.weight",), (heads * qk, q_lora), view=(heads, qk, q_lora))
-        self.q_b = make(q_b, ("heads", None, None))
-        self.kv_a = make.weight(_PREFIX + "kv_a_proj_with_mqa.weight", (config.record_width, hidden))
+        self.q_b = make.linear(
+            _PREFIX + "q_b_proj.weight", (heads * qk, q_lora), ("heads", None), units=(qk, 1)
+        )
+        self.kv_a = make.linear(_PREFIX + "kv_a_proj_with_mqa.weight", (config.record_width, hidden))
         self.kv_a_norm = make.weight(_PREFIX + "kv_a_layernorm.weight", (latent,))
+        # Its two halves are folded into queries and outputs, head by head: scales of 128 rows would be cut.
         kv_b = Source(
             (_PREFIX + "kv_b_proj.weight",),
             (heads * (nope + value), latent),
@@ -52,17 +55,26 @@ class LatentAttention(nnx.Module):
         values = replace(kv_b, window=(1, nope, nope + value))
         self.value_expansion = make(values, by_head)
         self.group_values = make(values, ("group_heads", None, None)) if group_values else None
-        output = Source((_PREFIX + "o_proj.weight",), (hidden, heads * value), view=(hidden, heads, value))
-        self.output = make(output, (None, "heads", None))
+        self.output = make.linear(
+            _PREFIX + "o_proj.weight", (hidden, heads * value), (None, "heads"), units=(1, value)
+        )
 
-    def project(self, x: Float[Array, "T H"], angles: Float[Array, "T R/2"]) -> Projections:
-        """Queries of this rank's heads and the record's values, from the normed hidden state."""
+    def project(
+        self,
+        x: Float[Array, "T H"],
+        angles: Float[Array, "T R/2"],
+        group: Int[Array, ""] | int,
+        kernels: Backend,
+    ) -> Projections:
+        """Queries of this rank's heads and the record's values, from the normed hidden state.
+
+        group: whose weights of a stack.
+        """
         config = self.config
-        query_latent = rms_norm(linear(x, self.q_a[...]), self.q_a_norm[...], config.latent_norm_eps)
-        heads, width, q_lora = self.q_b.shape
-        q = linear(query_latent, self.q_b[...].reshape(heads * width, q_lora)).reshape(-1, heads, width)
+        query_latent = rms_norm(self.q_a(x, group, kernels), self.q_a_norm[...], config.latent_norm_eps)
+        q = self.q_b(query_latent, group, kernels).reshape(x.shape[0], -1, config.qk_head_dim)
         nope, rope = jnp.split(q, [config.qk_nope_head_dim], axis=-1)
-        kv = linear(x, self.kv_a[...])
+        kv = self.kv_a(x, group, kernels)
         latent, rope_key = jnp.split(kv, [config.kv_lora_rank], axis=-1)
         return Projections(
             query_latent,
@@ -72,9 +84,8 @@ class LatentAttention(nnx.Module):
             rotate(rope_key, angles, config.rope_interleave),
         )
 
-    def project_out(self, values: Float[Array, "T h v"]) -> Float[Array, "T H"]:
+    def project_out(
+        self, values: Float[Array, "T h v"], group: Int[Array, ""] | int, kernels: Backend
+    ) -> Float[Array, "T H"]:
         """This rank's part of the output projection, float32, to be summed over all ranks."""
-        hidden, heads, width = self.output.shape
-        # As one flat product: with heads and width apart, XLA:CPU transposes the weight at every call.
-        flat, weight = values.reshape(-1, heads * width), self.output[...].reshape(hidden, heads * width)
-        return jnp.einsum("ti,oi->to", flat, weight, preferred_element_type=jnp.float32)
+        return self.output(values.reshape(values.shape[0], -1), group, kernels, jnp.float32)

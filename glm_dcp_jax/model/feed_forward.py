@@ -6,8 +6,11 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from glm_dcp_jax.config import ModelConfig
+from glm_dcp_jax.kernels.dispatch import Backend
 from glm_dcp_jax.kernels.experts import routed_experts
-from glm_dcp_jax.model.parameters import Maker, Source
+from glm_dcp_jax.kernels.linear import gated_linear
+from glm_dcp_jax.model.parameters import Maker
+from glm_dcp_jax.parallel.mesh import rank
 
 _PREFIX = "model.layers.{layer}.mlp."
 
@@ -17,17 +20,16 @@ class GatedMLP(nnx.Module):
 
     def __init__(self, hidden: int, width: int, prefix: str, make: Maker) -> None:
         pair = (prefix + "gate_proj.weight", prefix + "up_proj.weight")
-        self.gate_up = make(Source(pair, (width, hidden), stack=(2,)), (None, "ffn", None))
-        self.down = make.weight(prefix + "down_proj.weight", (hidden, width), (None, "ffn"))
+        unit = make.width_unit(width)
+        self.gate_up = make.linear(pair, (width, hidden), ("ffn", None), stack=(2,), units=(unit, 1))
+        self.down = make.linear(prefix + "down_proj.weight", (hidden, width), (None, "ffn"), units=(1, unit))
 
-    def __call__(self, x: Float[Array, "T H"]) -> Float[Array, "T H"]:
-        """This rank's part, float32, to be summed over all ranks."""
-        _, width, hidden = self.gate_up.shape
-        weight = self.gate_up[...].reshape(2 * width, hidden)
-        both = jnp.einsum("th,ih->ti", x, weight, preferred_element_type=jnp.float32)
-        gate, up = jnp.split(both, 2, axis=1)
-        inner = (jax.nn.silu(gate) * up).astype(x.dtype)
-        return jnp.einsum("ti,hi->th", inner, self.down[...], preferred_element_type=jnp.float32)
+    def __call__(
+        self, x: Float[Array, "T H"], group: Int[Array, ""] | int, kernels: Backend
+    ) -> Float[Array, "T H"]:
+        """This rank's part, float32, to be summed over all ranks. group: whose weights of a stack."""
+        inner = gated_linear(x, self.gate_up.arrays, group, kernels)
+        return self.down(inner, group, kernels, jnp.float32)
 
 
 class MixtureOfExperts(nnx.Module):
@@ -41,9 +43,15 @@ class MixtureOfExperts(nnx.Module):
         self.bias = make.weight(_PREFIX + "gate.e_score_correction_bias", (experts,), dtype=jnp.float32)
         each = [_PREFIX + f"experts.{expert}." for expert in range(experts)]
         pairs = tuple(name + kind for name in each for kind in ("gate_proj.weight", "up_proj.weight"))
-        self.gate_up = make(Source(pairs, (width, hidden), stack=(experts, 2)), (None, None, "ffn", None))
         down = tuple(name + "down_proj.weight" for name in each)
-        self.down = make(Source(down, (hidden, width), stack=(experts,)), (None, None, "ffn"))
+        # Either each rank has a part of every expert, or some of the experts.
+        self.split = make.expert_parallel
+        by_expert, by_width = ("experts", None) if self.split else (None, "ffn")
+        unit = 1 if self.split else make.width_unit(width)
+        self.gate_up = make.linear(
+            pairs, (width, hidden), (by_width, None), (experts, 2), (by_expert, None), (unit, 1)
+        )
+        self.down = make.linear(down, (hidden, width), (None, by_width), (experts,), (by_expert,), (1, unit))
         shared = config.n_shared_experts * width
         self.shared = GatedMLP(hidden, shared, _PREFIX + "shared_experts.", make) if shared else None
 
@@ -65,11 +73,17 @@ class MixtureOfExperts(nnx.Module):
         x: Float[Array, "T H"],
         experts: Int[Array, "T K"],
         weights: Float[Array, "T K"],
-        group: Int[Array, ""] | int = 0,
+        group: Int[Array, ""] | int,
+        kernels: Backend,
     ) -> Float[Array, "T H"]:
-        """This rank's part of routed and shared experts, float32, to be summed over all ranks."""
-        out = routed_experts(x, experts, weights, self.gate_up[...], self.down[...], group)
-        return out if self.shared is None else out + self.shared(x)
+        """This rank's part of routed and shared experts, float32, to be summed over all ranks.
+
+        group: whose weights of a stack.
+        """
+        gate_up, down = self.gate_up.arrays, self.down.arrays
+        first = rank() * down[0].shape[-3] if self.split else 0
+        out = routed_experts(x, experts, weights, gate_up, down, group, first, kernels)
+        return out if self.shared is None else out + self.shared(x, group, kernels)
 
 
 def _keep_groups(choice: Float[Array, "T E"], groups: int, kept: int) -> Float[Array, "T E"]:

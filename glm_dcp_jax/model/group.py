@@ -1,5 +1,6 @@
 """The share group: a Full layer and the Shared layers behind it, the unit of the network."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -107,12 +108,17 @@ class ShareGroup(nnx.Module):
     """A Full layer and its Shared layers. sparse: which of them have experts. group_values: see LatentAttention."""
 
     def __init__(
-        self, config: ModelConfig, sparse: tuple[bool, ...], make: Maker, group_values: bool = False
+        self,
+        config: ModelConfig,
+        sparse: tuple[bool, ...],
+        makers: Sequence[Maker],
+        group_values: bool = False,
     ) -> None:
+        """makers: of each layer's parameters."""
         self.config = config
         self.layers = nnx.List(
             Layer(config, member == 0, is_sparse, make, group_values)
-            for member, is_sparse in enumerate(sparse)
+            for member, (is_sparse, make) in enumerate(zip(sparse, makers, strict=True))
         )
 
     def __call__(
@@ -125,8 +131,11 @@ class ShareGroup(nnx.Module):
         context: StepContext,
         ordinal: Int[Array, ""] | int = 0,
     ) -> GroupOutput:
-        """Run the group on hidden states x; `ckv` holds what earlier steps committed and is only read."""
-        eps = self.config.rms_norm_eps
+        """Run the group on hidden states x; `ckv` holds what earlier steps committed and is only read.
+
+        ordinal: which of the groups this is whose weights are stacked.
+        """
+        eps, kernels = self.config.rms_norm_eps, context.settings.kernels
         records, hidden, routes = [], [], []
         plans: list = []
         flights: list = []
@@ -136,7 +145,7 @@ class ShareGroup(nnx.Module):
             number = first_layer + member
             with jax.named_scope("project"):
                 normed = rms_norm(x, layer.input_norm[...], eps)
-                projected = layer.attention.project(normed, context.angles)
+                projected = layer.attention.project(normed, context.angles, ordinal, kernels)
                 outer_scale = context.settings.outer_scale(number)
                 current = context.settings.record.encode(projected.latent, projected.rope_key, outer_scale)
             records.append(current)
@@ -144,7 +153,7 @@ class ShareGroup(nnx.Module):
                 if context.chosen is None:
                     ordinal_in_pool = full_ordinal - context.first_full
                     index_pool, selections = _select(
-                        layer.indexer, normed, projected, index_pool, ordinal_in_pool, context
+                        layer.indexer, normed, projected, index_pool, ordinal_in_pool, context, ordinal
                     )
                 else:
                     selections = list(context.chosen)
@@ -163,16 +172,19 @@ class ShareGroup(nnx.Module):
                 layer.attention.value_expansion[...],
                 None if layer.attention.group_values is None else layer.attention.group_values[...],
             )
-            out, flights = _attend(layer.attention, view, projected, current, plans, flights, context)
+            out = _attend(view, projected, current, plans, flights, context)
+            with jax.named_scope("project_out"):
+                out = layer.attention.project_out(out.astype(x.dtype), ordinal, kernels)
+            out, flights = _all_reduce(out, flights, view, "attention", context)
             x = x + out.astype(x.dtype)
             with jax.named_scope("ffn"):
                 normed = rms_norm(x, layer.feed_forward_norm[...], eps)
                 if isinstance(layer.feed_forward, MixtureOfExperts):
                     route = layer.feed_forward.route(normed)
                     routes.append(route)
-                    out = layer.feed_forward(normed, *route, ordinal)
+                    out = layer.feed_forward(normed, *route, ordinal, kernels)
                 else:
-                    out = layer.feed_forward(normed)
+                    out = layer.feed_forward(normed, ordinal, kernels)
             out, flights = _all_reduce(out, flights, view, "ffn", context)
             x = x + out.astype(x.dtype)
             hidden.append(x)
@@ -195,10 +207,11 @@ def _select(
     index_pool: Float[Array, "full slots D"],
     full_ordinal: Int[Array, ""] | int,
     context: StepContext,
+    ordinal: Int[Array, ""] | int,
 ) -> tuple[Array, list[Selection]]:
     """Write this step's index keys, then score and choose for each block."""
     settings = context.settings
-    keys = indexer.index_keys(normed, context.angles)
+    keys = indexer.index_keys(normed, context.angles, ordinal, settings.kernels)
     index_pool = write_index_keys(
         index_pool,
         full_ordinal,
@@ -208,7 +221,9 @@ def _select(
         settings.layout.block_size,
         settings.kernels,
     )
-    queries, weights = indexer.index_queries(normed, projected.query_latent, context.angles)
+    queries, weights = indexer.index_queries(
+        normed, projected.query_latent, context.angles, ordinal, settings.kernels
+    )
     selections = []
     parts = zip(context.blocks, context.paths, context.cut(queries), context.cut(weights), strict=True)
     for block, path, block_q, block_w in parts:
@@ -218,15 +233,14 @@ def _select(
 
 
 def _attend(
-    attention: LatentAttention,
     view: AttentionLayer,
     projected: Projections,
     current: Float[Array, "T width"],
     plans: list,
     flights: list,
     context: StepContext,
-) -> tuple[Float[Array, "T H"], list]:
-    """Attention of all blocks through their paths, the output projection, and its all-reduce."""
+) -> Float[Array, "T h v"]:
+    """Attention of all blocks through their paths."""
     outs = []
     queries = zip(context.cut(projected.nope), context.cut(projected.rope), strict=True)
     parts = zip(context.paths, plans, flights, queries, context.cut(current), strict=True)
@@ -234,9 +248,7 @@ def _attend(
         for path, plan, flight, query, own in parts:
             out = path.attend(plan, flight, view, Queries(*query), own)
             outs.append(out.reshape(-1, *out.shape[2:]))
-    with jax.named_scope("project_out"):
-        out = attention.project_out(jnp.concatenate(outs).astype(projected.nope.dtype))
-    return _all_reduce(out, flights, view, "attention", context)
+    return jnp.concatenate(outs)
 
 
 def _all_reduce(

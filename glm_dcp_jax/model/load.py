@@ -2,7 +2,8 @@
 
 Each parameter says which tensors it is made of (parameters.Source). They are taken a piece at a time, a piece being one
 tensor, or of stacked ones as many as fit into PIECE_BYTES: each device's part of it is cut out of the mapped file,
-zero-padded, moved, written into the parameter in place, and forgotten. Host memory stays near one piece.
+zero-padded, moved, written into the parameter in place, and forgotten. Some pieces are cut ahead, in threads, as
+long as all of them fit into AHEAD_BYTES: host memory stays near that.
 """
 
 import collections
@@ -11,7 +12,8 @@ import functools
 import logging
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,42 +24,108 @@ from tqdm import tqdm
 from glm_dcp_jax.config import ModelConfig
 from glm_dcp_jax.model.network import NetworkShape, is_variable
 from glm_dcp_jax.model.parameters import Source
-from glm_dcp_jax.model.safetensors_reader import Checkpoint, CheckpointError, verify
+from glm_dcp_jax.model.safetensors_reader import CheckpointError, verify
+from glm_dcp_jax.model.stored_weights import PLAIN, StoredWeights
 
 _log = logging.getLogger(__name__)
 
-_DTYPES = ("BF16", "F16", "F32")
 # Stacked tensors that together stay below this are moved as one; a larger tensor is moved alone.
 PIECE_BYTES = 32 << 20
+AHEAD_BYTES = 192 << 20
+READERS = 8
+"""Threads that cut pieces: files are read, and values dequantised, beside each other."""
 _MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 """The MTP layer takes the main model's instead, which published files rely on."""
 Index = tuple[slice, ...]
 
 
-def load_parameters(checkpoint: Checkpoint, config: ModelConfig, shape: NetworkShape, mesh: Mesh) -> Any:
+class _Leaf(NamedTuple):
+    """A parameter to be loaded. sources: of each group. grouped: whether it has an axis over groups."""
+
+    variable: Any
+    sources: list[Source]
+    sharding: NamedSharding
+    grouped: bool
+
+    @property
+    def inner_shape(self) -> tuple[int, ...]:
+        """Shape of one group's part."""
+        return self.variable.shape[1:] if self.grouped else self.variable.shape
+
+    @property
+    def parts(self) -> int:
+        """How many parts the first axis of a group's part is split into."""
+        axes = self.inner_sharding.spec[0] or ()
+        return math.prod(
+            self.sharding.mesh.shape[axis] for axis in (axes if isinstance(axes, tuple) else (axes,))
+        )
+
+    @property
+    def inner_sharding(self) -> NamedSharding:
+        """How one group's part lies on the mesh."""
+        spec = PartitionSpec(*self.sharding.spec[1:]) if self.grouped else self.sharding.spec
+        return NamedSharding(self.sharding.mesh, spec)
+
+
+class _Piece(NamedTuple):
+    """Part of a parameter. place: where it begins, along the parameter's first axes. shape: zero-padded."""
+
+    leaf: _Leaf
+    source: Source
+    place: tuple[int, ...]
+    shape: tuple[int, ...]
+    is_whole: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is moved, shards that several devices hold counted once."""
+        return math.prod(self.shape) * np.dtype(self.leaf.variable.dtype).itemsize
+
+
+_Shards = list[tuple[np.ndarray, list[jax.Device]]]
+"""Each distinct part of a piece, and the devices that hold it."""
+
+
+def load_parameters(stored: StoredWeights, config: ModelConfig, shape: NetworkShape, mesh: Mesh) -> Any:
     """The network's parameters on the mesh, as an nnx.State like shape.parameters.
 
     Raises CheckpointError naming missing, unexpected, mis-shaped or truncated tensors before anything is loaded.
     """
-    leaves, tree = jax.tree.flatten(shape.parameters, is_leaf=is_variable)
-    specs = jax.tree.leaves(shape.specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
-    paths = [
-        path for path, _ in jax.tree_util.tree_flatten_with_path(shape.parameters, is_leaf=is_variable)[0]
-    ]
-    sources = [
-        [_of_layer(leaf.get_metadata("source"), layer) for layer in shape.layers_of(path)]
-        for leaf, path in zip(leaves, paths, strict=True)
-    ]
-    expected = {name: source.shape for groups in sources for source in groups for name in source.names}
-    _require_mtp(checkpoint, shape)
-    verify(expected, checkpoint, ignored=lambda name: _why_left_out(name, config, shape) is not None)
-    _refuse_quantised(checkpoint, expected)
-    _say_what_is_left_out(checkpoint, config, shape)
-    loaded = []
-    parts = list(zip(leaves, specs, sources, strict=True))
-    for leaf, spec, groups in tqdm(parts, desc="Loading weights", unit="param", mininterval=1.0):
-        loaded.append(leaf.replace(_load_parameter(checkpoint, leaf, groups, NamedSharding(mesh, spec))))
-    return jax.tree.unflatten(tree, loaded)
+    variables, tree = jax.tree.flatten(shape.parameters, is_leaf=is_variable)
+    leaves = _leaves(shape, mesh)
+    expected = {name: source.shape for leaf in leaves for source in leaf.sources for name in source.names}
+    _require_mtp(stored, shape)
+    present = {name: stored.shape(name) for name in stored.names()}
+    ignored = lambda name: _why_left_out(name, config, shape) is not None  # noqa: E731
+    verify(expected, present, stored.checkpoint.directory, ignored=ignored)
+    stored.check(expected)
+    _say_what_is_left_out(stored, config, shape)
+    _say_what_is_dequantised(stored, leaves)
+    pieces = [piece for leaf in leaves for piece in _pieces(leaf)]
+    loaded: dict[int, jax.Array] = {}
+    with tqdm(
+        total=sum(piece.nbytes for piece in pieces),
+        desc="Loading weights",
+        unit="B",
+        unit_scale=True,
+        mininterval=1.0,
+    ) as bar:
+        for piece, shards in _read_ahead(stored, pieces):
+            number = id(piece.leaf.variable)
+            loaded[number] = _placed(piece, shards, loaded.get(number))
+            bar.update(piece.nbytes)
+    return jax.tree.unflatten(tree, [variable.replace(loaded[id(variable)]) for variable in variables])
+
+
+def _leaves(shape: NetworkShape, mesh: Mesh) -> list[_Leaf]:
+    flat, _ = jax.tree_util.tree_flatten_with_path(shape.parameters, is_leaf=is_variable)
+    leaves = []
+    for (path, variable), spec in zip(flat, shape.leaf_specs, strict=True):
+        source = variable.get_metadata("source")
+        sources = [_of_layer(source, layer) for layer in shape.layers_of(path)]
+        grouped = variable.ndim > len(source.stack) + len(source.part_shape)
+        leaves.append(_Leaf(variable, sources, NamedSharding(mesh, spec), grouped))
+    return leaves
 
 
 def _of_layer(source: Source, layer: int | None) -> Source:
@@ -65,24 +133,13 @@ def _of_layer(source: Source, layer: int | None) -> Source:
     return dataclasses.replace(source, names=tuple(name.format(layer=layer) for name in source.names))
 
 
-def _require_mtp(checkpoint: Checkpoint, shape: NetworkShape) -> None:
+def _require_mtp(stored: StoredWeights, shape: NetworkShape) -> None:
     """Many checkpoints are without the MTP layer that their config.json tells of: exporters drop it."""
     prefix = f"model.layers.{shape.mtp_layer}."
-    if shape.mtp_layer is not None and not any(name.startswith(prefix) for name in checkpoint.names()):
+    if shape.mtp_layer is not None and not any(name.startswith(prefix) for name in stored.names()):
         raise CheckpointError(
-            f"{checkpoint.directory} has no tensors of the MTP layer ({prefix}*), which speculative decoding drafts "
-            "with; use a checkpoint that has them, or leave --speculative-config out"
-        )
-
-
-def _refuse_quantised(checkpoint: Checkpoint, names: Iterable[str]) -> None:
-    """Casting 8-bit weights without their scales would load noise."""
-    found = {name: kind for name in names if (kind := checkpoint.info(name).dtype) not in _DTYPES}
-    if found:
-        name, kind = next(iter(found.items()))
-        raise CheckpointError(
-            f"{len(found)} tensors are stored as something else than {', '.join(_DTYPES)}, the first is {name} "
-            f"({kind}); quantised weights cannot be loaded"
+            f"{stored.checkpoint.directory} has no tensors of the MTP layer ({prefix}*), which speculative decoding "
+            "drafts with; use a checkpoint that has them, or leave --speculative-config out"
         )
 
 
@@ -105,8 +162,8 @@ def _why_left_out(name: str, config: ModelConfig, shape: NetworkShape) -> str | 
     return None
 
 
-def _say_what_is_left_out(checkpoint: Checkpoint, config: ModelConfig, shape: NetworkShape) -> None:
-    kinds = {name: kind for name in checkpoint.names() if (kind := _why_left_out(name, config, shape))}
+def _say_what_is_left_out(stored: StoredWeights, config: ModelConfig, shape: NetworkShape) -> None:
+    kinds = {name: kind for name in stored.names() if (kind := _why_left_out(name, config, shape))}
     if kinds:
         first = {kind: name for name, kind in reversed(kinds.items())}
         counts = collections.Counter(kinds.values())
@@ -114,43 +171,79 @@ def _say_what_is_left_out(checkpoint: Checkpoint, config: ModelConfig, shape: Ne
         _log.info("%d tensors are not loaded: %s", len(kinds), listed)
 
 
-def _load_parameter(
-    checkpoint: Checkpoint, leaf: Any, sources: list[Source], sharding: NamedSharding
-) -> jax.Array:
-    """One parameter, sources[g] being its group g's; it is written piece by piece into an array updated in place."""
-    grouped = leaf.ndim > len(sources[0].stack) + len(sources[0].part_shape)
-    inner_shape = leaf.shape[1:] if grouped else leaf.shape
-    inner = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:])) if grouped else sharding
-    pieces = [
-        ((group, start) if grouped else (start,), piece)
-        for group, source in enumerate(sources)
-        for start, piece in _pieces(source, np.dtype(leaf.dtype).itemsize)
-    ]
-    if len(pieces) == 1 and not grouped:
-        return _load_piece(checkpoint, sources[0], inner_shape, leaf.dtype, inner)
-    whole = _zeros(leaf.shape, leaf.dtype, sharding)
-    for place, piece in pieces:
-        shape = piece.stack[:1] + inner_shape[1:] if piece.stack else inner_shape
-        part = _load_piece(checkpoint, piece, shape, leaf.dtype, inner)
-        whole = _write(whole, part, place, sharding)
-        del part
-        # Writes that wait would each keep their piece.
-        jax.block_until_ready(whole)
-    return whole
+def _say_what_is_dequantised(stored: StoredWeights, leaves: Iterable[_Leaf]) -> None:
+    names = {
+        name
+        for leaf in leaves
+        for source in leaf.sources
+        if source.part == "values"
+        for name in source.names
+        if stored.of(name) != PLAIN
+    }
+    if names:
+        _log.info(
+            "%d quantised weights are dequantised while they are loaded, first %s", len(names), min(names)
+        )
 
 
-def _pieces(source: Source, itemsize: int) -> Iterator[tuple[int, Source]]:
-    """(where it begins along the first stacked axis, piece); pieces of one source are of one size."""
-    if not source.stack:
-        yield 0, source
-        return
-    count, *rest = source.stack
-    names = math.prod(rest)
-    fitting = max(1, PIECE_BYTES // (names * math.prod(source.shape) * itemsize))
-    size = next(size for size in range(min(count, fitting), 0, -1) if count % size == 0)
-    for start in range(0, count, size):
-        own = source.names[start * names : (start + size) * names]
-        yield start, dataclasses.replace(source, names=own, stack=(size, *rest))
+def _pieces(leaf: _Leaf) -> Iterator[_Piece]:
+    """In the order of the parameter; pieces of one source are of one size."""
+    itemsize = np.dtype(leaf.variable.dtype).itemsize
+    for group, source in enumerate(leaf.sources):
+        lead = (group,) if leaf.grouped else ()
+        if not source.stack:
+            yield _Piece(leaf, source, lead, leaf.inner_shape, not lead)
+            continue
+        count, *rest = source.stack
+        names = math.prod(rest)
+        # Where the first stacked axis is split over ranks, a piece has as many of each rank's own.
+        parts = leaf.parts
+        local = leaf.inner_shape[0] // parts
+        fitting = PIECE_BYTES // max(1, parts * names * math.prod(source.part_shape) * itemsize)
+        size = next(size for size in range(max(1, min(local, fitting)), 0, -1) if local % size == 0)
+        for start in range(0, local, size):
+            own = [
+                source.names[at * names : (at + 1) * names] if at < count else ("",) * names
+                for part in range(parts)
+                for at in range(part * local + start, part * local + start + size)
+            ]
+            piece = dataclasses.replace(source, names=sum(own, ()), stack=(parts * size, *rest))
+            shape = (parts * size, *leaf.inner_shape[1:])
+            yield _Piece(leaf, piece, (*lead, start), shape, size == local and not lead)
+
+
+def _read_ahead(stored: StoredWeights, pieces: Iterable[_Piece]) -> Iterator[tuple[_Piece, _Shards]]:
+    """Each piece cut into shards, in order."""
+    waiting: collections.deque[tuple[_Piece, Future[_Shards]]] = collections.deque()
+    under_way = 0
+    with ThreadPoolExecutor(READERS, "weights") as readers:
+        try:
+            for piece in pieces:
+                while waiting and under_way + piece.nbytes > AHEAD_BYTES:
+                    under_way -= waiting[0][0].nbytes
+                    first, future = waiting.popleft()
+                    yield first, future.result()
+                waiting.append((piece, readers.submit(_shards, stored, piece)))
+                under_way += piece.nbytes
+            while waiting:
+                first, future = waiting.popleft()
+                yield first, future.result()
+        finally:
+            readers.shutdown(cancel_futures=True)
+
+
+def _placed(piece: _Piece, shards: _Shards, whole: jax.Array | None) -> jax.Array:
+    """The parameter with a piece in its place; whole: what was placed before, which is updated in place."""
+    arrays = [jax.device_put(shard, device) for shard, devices in shards for device in devices]
+    inner = piece.leaf.inner_sharding
+    part = jax.make_array_from_single_device_arrays(piece.shape, inner, arrays)
+    if piece.is_whole:
+        return jax.block_until_ready(part)
+    leaf = piece.leaf
+    if whole is None:
+        whole = _zeros(leaf.variable.shape, leaf.variable.dtype, leaf.sharding)
+    # Writes that wait would each keep their piece.
+    return jax.block_until_ready(_write(whole, part, piece.place, leaf.sharding, inner.spec))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -158,34 +251,41 @@ def _zeros(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> jax.A
     return jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), sharding)
 
 
-@functools.partial(jax.jit, donate_argnums=0, static_argnums=3)
-def _write(whole: jax.Array, part: jax.Array, place: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
-    """whole with part at `place`, which counts along the first axes; the others begin at 0."""
-    starts = (*place, *(0,) * (whole.ndim - len(place)))
-    part = jax.lax.expand_dims(part, range(whole.ndim - part.ndim))
-    return jax.lax.with_sharding_constraint(jax.lax.dynamic_update_slice(whole, part, starts), sharding)
-
-
-def _load_piece(
-    checkpoint: Checkpoint, source: Source, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding
+@functools.partial(jax.jit, donate_argnums=0, static_argnums=(3, 4))
+def _write(
+    whole: jax.Array, part: jax.Array, place: tuple[int, ...], sharding: NamedSharding, spec: PartitionSpec
 ) -> jax.Array:
-    """One piece on the mesh: each distinct shard is cut out once, then placed on every device that holds it."""
+    """whole with part, which lies as `spec` says, at `place`: on each device, counted along its first axes."""
+
+    def write_own(whole: jax.Array, part: jax.Array, place: tuple[int, ...]) -> jax.Array:
+        starts = (*place, *(0,) * (whole.ndim - len(place)))
+        part = jax.lax.expand_dims(part, range(whole.ndim - part.ndim))
+        return jax.lax.dynamic_update_slice(whole, part, starts)
+
+    specs = (sharding.spec, spec, PartitionSpec())
+    return jax.shard_map(write_own, mesh=sharding.mesh, in_specs=specs, out_specs=sharding.spec)(
+        whole, part, place
+    )
+
+
+def _shards(stored: StoredWeights, piece: _Piece) -> _Shards:
+    """Cut a piece: each distinct shard once, however many devices hold it."""
     by_index: dict[str, tuple[Index, list[jax.Device]]] = {}
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
+    for device, index in piece.leaf.inner_sharding.addressable_devices_indices_map(piece.shape).items():
         assert index is not None  # only devices of the mesh are asked for
         by_index.setdefault(str(index), (index, []))[1].append(device)
-    arrays = []
-    for index, devices in by_index.values():
-        shard = _cut(checkpoint, source, shape, index, np.dtype(dtype))
-        arrays += [jax.device_put(shard, device) for device in devices]
-        jax.block_until_ready(arrays[-len(devices) :])
-    for name in source.names:
-        checkpoint.release(name)
-    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+    dtype = np.dtype(piece.leaf.variable.dtype)
+    shards = [
+        (_cut(stored, piece.source, piece.shape, index, dtype), devices)
+        for index, devices in by_index.values()
+    ]
+    for name in filter(None, piece.source.names):
+        stored.release(name)
+    return shards
 
 
 def _cut(
-    checkpoint: Checkpoint, source: Source, shape: tuple[int, ...], index: Index, dtype: np.dtype
+    stored: StoredWeights, source: Source, shape: tuple[int, ...], index: Index, dtype: np.dtype
 ) -> np.ndarray:
     """The part `index` of a piece as a host array: tensors viewed, windowed, sliced, cast, and zero-padded."""
     bounds = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
@@ -194,14 +294,27 @@ def _cut(
     shard = np.zeros([stop - start for start, stop in bounds], dtype)
     for place, position in _stacked(bounds[:outer]):
         name = source.names[np.ravel_multi_index(position, source.stack) if outer else 0]
-        tensor = checkpoint.read(name)
-        tensor = tensor if source.view is None else tensor.reshape(source.view)
-        if source.window is not None:
-            axis, start, stop = source.window
-            tensor = tensor[(slice(None),) * axis + (slice(start, stop),)]
-        found = tensor[inner]
+        if not name:  # padding
+            continue
+        found = _read(stored, name, source, inner)
         shard[place + tuple(slice(0, size) for size in found.shape)] = found
     return shard
+
+
+def _read(stored: StoredWeights, name: str, source: Source, index: Index) -> np.ndarray:
+    """A slice of one tensor's part, as far as there is any of it."""
+    if source.view is None:
+        return stored.read(name, source.part, source.grain, index)
+    heads, rows, *_ = source.view  # a view splits the rows
+    first, last = index[0].start, min(index[0].stop, heads)
+    own = stored.read(
+        name, source.part, source.grain, (slice(first * rows, max(first, last) * rows), index[2])
+    )
+    viewed = own.reshape(-1, rows, own.shape[1])
+    if source.window is not None:
+        axis, start, stop = source.window
+        viewed = viewed[(slice(None),) * axis + (slice(start, stop),)]
+    return viewed[:, index[1]]
 
 
 def _stacked(bounds: list[tuple[int, int]]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -13,7 +13,8 @@ from jaxtyping import Array, Float
 
 from glm_dcp_jax.cache.pools import Pools
 from glm_dcp_jax.config import ModelConfig
-from glm_dcp_jax.model.elementary import linear, rms_norm, rope_angles
+from glm_dcp_jax.kernels.dispatch import Backend
+from glm_dcp_jax.model.elementary import rms_norm, rope_angles
 from glm_dcp_jax.model.group import ShareGroup, StepContext
 from glm_dcp_jax.model.parameters import Maker
 from glm_dcp_jax.model.rows import Rows
@@ -46,8 +47,8 @@ class MultiTokenPrediction(nnx.Module):
         hidden = config.hidden_size
         self.embedding_norm = make.weight(_PREFIX + "enorm.weight", (hidden,))
         self.hidden_norm = make.weight(_PREFIX + "hnorm.weight", (hidden,))
-        self.join = make.weight(_PREFIX + "eh_proj.weight", (hidden, 2 * hidden), ("hidden", None))
-        self.group = ShareGroup(config, (True,), make, group_values)
+        self.join = make.linear(_PREFIX + "eh_proj.weight", (hidden, 2 * hidden), ("hidden", None))
+        self.group = ShareGroup(config, (True,), [make], group_values)
         self.head_norm = make.weight(_PREFIX + "shared_head.norm.weight", (hidden,))
 
     def __call__(
@@ -71,7 +72,9 @@ class MultiTokenPrediction(nnx.Module):
         layer = config.num_hidden_layers
         angles = rope_angles(rows.positions, config.qk_rope_head_dim, config.rope_theta)
         context = StepContext(settings, blocks, paths, angles, rows.index_slots, layer, 0, chosen)
-        out = self.group(self._joined(embedded, hidden), pools.index_keys, pools.ckv, layer, 0, context)
+        out = self.group(
+            self._joined(embedded, hidden, settings.kernels), pools.index_keys, pools.ckv, layer, 0, context
+        )
         normed = rms_norm(out.x, self.head_norm[...], config.rms_norm_eps)
         if chosen is not None:
             return Prediction(normed, pools, chosen)
@@ -79,13 +82,15 @@ class MultiTokenPrediction(nnx.Module):
         return Prediction(normed, Pools(ckv, out.index_pool), out.trace.selections)
 
     @jax.named_scope("mtp_join")
-    def _joined(self, embedded: Float[Array, "T H"], hidden: Float[Array, "T H"]) -> Float[Array, "T H"]:
+    def _joined(
+        self, embedded: Float[Array, "T H"], hidden: Float[Array, "T H"], kernels: Backend
+    ) -> Float[Array, "T H"]:
         """What the layer runs on, [T, H]: both inputs normed, the embedding first, projected by all ranks together."""
         eps = self.config.rms_norm_eps
         halves = (
             rms_norm(embedded, self.embedding_norm[...], eps),
             rms_norm(hidden, self.hidden_norm[...], eps),
         )
-        part = linear(jnp.concatenate(halves, axis=1), self.join[...])
+        part = self.join(jnp.concatenate(halves, axis=1), 0, kernels)
         whole = jax.lax.all_gather(part, TENSOR_AXES, axis=1, tiled=True)
         return whole[:, : self.config.hidden_size]

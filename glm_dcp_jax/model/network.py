@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -19,10 +20,11 @@ from glm_dcp_jax.model.group import GroupOutput, ShareGroup, StepContext
 from glm_dcp_jax.model.mtp import MultiTokenPrediction, Prediction
 from glm_dcp_jax.model.parameters import Maker
 from glm_dcp_jax.model.rows import Rows
+from glm_dcp_jax.model.stored_weights import ALL_PLAIN, WeightFormats
 from glm_dcp_jax.parallel.attention import AttentionPath, AttentionSettings, Moved
 from glm_dcp_jax.parallel.batch import Block, Selection
 from glm_dcp_jax.parallel.index_selection import selection_hash
-from glm_dcp_jax.parallel.mesh import TENSOR_AXES
+from glm_dcp_jax.parallel.mesh import TENSOR_AXES, rank
 from glm_dcp_jax.parallel.sharding import spec_of
 from glm_dcp_jax.parallel.vocabulary import highest
 
@@ -58,32 +60,31 @@ class SegmentOutput(NamedTuple):
 class Network(nnx.Module):
     """All weights. Each stage is one ShareGroup; weights of several equal groups are stacked on a leading axis.
 
-    segments: the stages of each part of the network that is compiled as a program of its own. group_values: see
-    LatentAttention. mtp: whether there is an MTP layer, which no segment runs.
+    make: of parameters outside of layers. segments: the stages of each part of the network that is compiled as a
+    program of its own. group_values: see LatentAttention. mtp: whether there is an MTP layer, which no segment runs.
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        dtype: Any,
-        tp: int,
+        make: Maker,
         segments: tuple[tuple[Run, ...], ...],
         group_values: bool = False,
         mtp: bool = False,
     ) -> None:
         self.config, self.segments = config, segments
-        make = Maker(dtype, tp)
         table = (config.vocab_size, config.hidden_size)
         self.embedding = make.weight("model.embed_tokens.weight", table, ("vocab", None))
         self.stages = nnx.List(
-            ShareGroup(config, run.sparse, Maker(dtype, tp, _stacked(run)), group_values)
+            ShareGroup(config, run.sparse, _makers(make, run), group_values)
             for segment in segments
             for run in segment
         )
         self.norm = make.weight("model.norm.weight", (config.hidden_size,))
         head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
         self.head = make.weight(head, table, ("vocab", None))
-        self.mtp = MultiTokenPrediction(config, make, group_values) if mtp else None
+        last = replace(make, layers=(config.num_hidden_layers,))
+        self.mtp = MultiTokenPrediction(config, last, group_values) if mtp else None
 
     def segment(
         self,
@@ -155,7 +156,7 @@ class Network(nnx.Module):
     def embed(self, tokens: Int[Array, " T"]) -> Float[Array, "T H"]:
         """Look up this rank's part of the vocabulary and sum over all ranks."""
         table = self.embedding[...]
-        local = tokens - _rank() * table.shape[0]
+        local = tokens - rank() * table.shape[0]
         here = (local >= 0) & (local < table.shape[0])
         found = jnp.where(here[:, None], table[jnp.where(here, local, 0)], 0)
         return jax.lax.psum(found, TENSOR_AXES)
@@ -174,14 +175,16 @@ class Network(nnx.Module):
         return jnp.einsum("mh,vh->mv", normed, self.head[...], preferred_element_type=jnp.float32)
 
 
-def _stacked(run: Run) -> int | None:
-    """How many groups' weights are stacked on a leading axis; None where there is no such axis."""
-    return run.num_groups if run.num_groups > 1 else None
-
-
-def _rank() -> Int[Array, ""]:
-    """This device's index among all tensor-parallel ranks."""
-    return jax.lax.axis_index(TENSOR_AXES)
+def _makers(make: Maker, run: Run) -> list[Maker]:
+    """One for each layer of a run's groups; weights of several groups are stacked on a leading axis."""
+    return [
+        replace(
+            make,
+            layers=tuple(run.layer(group, member) for group in range(run.num_groups)),
+            stacked=run.num_groups > 1,
+        )
+        for member in range(run.group_size)
+    ]
 
 
 def _run(
@@ -202,20 +205,18 @@ def _run(
         out = group(x, index_keys, ckv, run.first_layer, run.first_full, context)
         trace = jax.tree.map(lambda leaf: leaf[None], out.trace) if capture else None
         return out._replace(trace=trace, selection_hash=out.selection_hash[None])
-    # Experts stay out of the scan's slices, which are copies: the expert loop reads the stack in place.
-    definition, *(experts, weights) = nnx.split(group, _is_routed_expert, ...)
+    # Matrices stay out of the scan's slices, which are copies: their kernels read the stack in place.
+    definition, *(matrices, rest) = nnx.split(group, _is_read_in_place, ...)
 
     def one_group(carry: tuple[Array, Array], inputs: tuple[Any, Array]) -> tuple[Any, GroupOutput]:
-        own_weights, ordinal = inputs
+        own_rest, ordinal = inputs
         layer, full = run.first_layer + ordinal * run.group_size, run.first_full + ordinal
-        one = nnx.merge(definition, experts, own_weights)
+        one = nnx.merge(definition, matrices, own_rest)
         out = one(*carry, ckv, layer, full, context, ordinal)
-        rest = out._replace(x=None, index_pool=None, trace=out.trace if capture else None)
-        return (out.x, out.index_pool), rest
+        kept = out._replace(x=None, index_pool=None, trace=out.trace if capture else None)
+        return (out.x, out.index_pool), kept
 
-    (x, index_keys), of_groups = jax.lax.scan(
-        one_group, (x, index_keys), (weights, jnp.arange(run.num_groups))
-    )
+    (x, index_keys), of_groups = jax.lax.scan(one_group, (x, index_keys), (rest, jnp.arange(run.num_groups)))
     return of_groups._replace(
         x=x,
         index_pool=index_keys,
@@ -224,13 +225,9 @@ def _run(
     )
 
 
-def _is_routed_expert(path: tuple, variable: Any) -> bool:
-    """Whether a parameter of a group is stacked over experts."""
-    return (
-        path[-2] == "feed_forward"
-        and path[-1] in ("gate_up", "down")
-        and ".experts." in variable.get_metadata("source").names[0]
-    )
+def _is_read_in_place(path: tuple, variable: Any) -> bool:
+    """Whether an op takes a parameter with all its groups."""
+    return variable.get_metadata("in_place")
 
 
 class NetworkShape(NamedTuple):
@@ -317,13 +314,17 @@ def abstract_network(
     num_segments: int = 1,
     group_values: bool = False,
     mtp: bool = False,
+    formats: WeightFormats = ALL_PLAIN,
+    expert_parallel: bool = False,
 ) -> NetworkShape:
     """Shapes first: what parameters there are, and how each lies on the mesh.
 
-    Raises ConfigError for more segments than share groups.
+    formats: how the checkpoint stores weights; config.runs must be of layers that are stored alike. expert_parallel:
+    each rank has some of the experts whole. Raises ConfigError for more segments than share groups.
     """
     segments = segments_of(config.runs, num_segments)
-    network = nnx.eval_shape(lambda: Network(config, dtype, tp, segments, group_values, mtp))
+    make = Maker(dtype, tp, formats, expert_parallel=expert_parallel)
+    network = nnx.eval_shape(lambda: Network(config, make, segments, group_values, mtp))
     definition, parameters = nnx.split(network)
     specs = jax.tree.map(
         lambda variable: spec_of(variable.get_metadata("axes")), parameters, is_leaf=is_variable

@@ -178,18 +178,18 @@ class Checkpoint:
 
 def verify(
     expected: Mapping[str, tuple[int, ...]],
-    checkpoint: Checkpoint,
+    present: Mapping[str, tuple[int, ...]],
+    directory: Path,
     optional: Collection[str] | Callable[[str], bool] = (),
     ignored: Callable[[str], bool] = lambda name: False,
 ) -> None:
-    """Compare a checkpoint's names and shapes with the model's, `expected`.
+    """Compare names and shapes of the weights in a checkpoint's directory, `present`, with the model's, `expected`.
 
     `optional` says which expected tensors may be absent (their shapes are still checked), `ignored` which
     unexpected ones are let pass. Raises one CheckpointError that lists what is missing, unexpected and
     mis-shaped.
     """
     may_be_absent = optional if callable(optional) else optional.__contains__
-    present = {name: checkpoint.info(name).shape for name in checkpoint.names()}
     missing = [name for name in expected if name not in present and not may_be_absent(name)]
     unexpected = [name for name in present if name not in expected and not ignored(name)]
     misshaped = [
@@ -201,7 +201,7 @@ def verify(
     found = [f"  {len(names)} {kind}: {_first(names)}" for kind, names in kinds.items() if names]
     if found:
         raise CheckpointError(
-            f"the tensors of {checkpoint.directory} do not match the model that its config.json describes; "
+            f"the tensors of {directory} do not match the model that its config.json describes; "
             "use the config.json and the weights of one checkpoint:\n" + "\n".join(found)
         )
 

@@ -3,12 +3,18 @@
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Array, Int
 
 from glm_dcp_jax.config import ConfigError, ParallelConfig
 
 REPLICA, DCP = "replica", "dcp"
 TENSOR_AXES = (REPLICA, DCP)
 """The axes that heads, feed-forward widths and the vocabulary are split over."""
+
+
+def rank() -> Int[Array, ""]:
+    """This device's number among all tensor-parallel ranks; inside `shard_map`."""
+    return jax.lax.axis_index(TENSOR_AXES)
 
 
 def make_mesh(parallel: ParallelConfig, devices: list[jax.Device] | None = None) -> Mesh:

@@ -7,6 +7,7 @@ from glm_dcp_jax.parallel.mesh import REPLICA, TENSOR_AXES
 RULES: dict[str | None, tuple[str, ...] | None] = {
     "heads": TENSOR_AXES,
     "ffn": TENSOR_AXES,
+    "experts": TENSOR_AXES,
     "vocab": TENSOR_AXES,
     "hidden": TENSOR_AXES,
     "group_heads": (REPLICA,),

@@ -78,9 +78,9 @@ def test_a_malformed_file_of_modelopt_is_named(tmp_path):
 @pytest.mark.parametrize(
     "more", [{"quant_algo": "FP8"}, {"config_groups": {"group_0": {}}}, {"weight_block_size": [128, 128]}]
 )
-def test_quantised_weights_beside_a_cache_scheme_are_still_refused(more):
-    with pytest.raises(ConfigError, match=re.escape("the checkpoint is quantised (modelopt)")):
-        model({"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"} | more)
+def test_quantised_weights_beside_a_cache_scheme(more):
+    found = model({"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"} | more)
+    assert (found.cache_scheme, found.quantisation.method) == ("fp8_ds_mla", "modelopt")
 
 
 def test_modelopts_own_file_counts_where_config_json_is_silent(tmp_path):

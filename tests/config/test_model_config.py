@@ -144,10 +144,6 @@ class TestRefused:
     def test_variants_of_the_network_that_we_do_not_have(self, field, value):
         refused(f"{field} {value!r} is not supported; only", **{field: value})
 
-    @pytest.mark.parametrize("method", ["fp8", "modelopt", "compressed-tensors"])
-    def test_quantised_checkpoints(self, method):
-        refused(rf"quantised \({method}\)", quantization_config={"quant_method": method})
-
     def test_grouped_queries(self):
         refused("num_key_value_heads 8 differs from num_attention_heads 64", num_key_value_heads=8)
 

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from glm_dcp_jax.config import ModelConfig, ParallelConfig
 from glm_dcp_jax.model import load
 from glm_dcp_jax.model.network import abstract_network
+from glm_dcp_jax.model.stored_weights import StoredWeights
 from glm_dcp_jax.model.safetensors_reader import Checkpoint
 from glm_dcp_jax.parallel.mesh import make_mesh
 
@@ -35,14 +36,14 @@ def resident(field):
     return int(line.split()[1]) * 1024
 
 directory = Path(sys.argv[1])
-load.PIECE_BYTES = int(sys.argv[2])
+load.PIECE_BYTES, load.AHEAD_BYTES = int(sys.argv[2]), int(sys.argv[3])
 config = ModelConfig.load(directory)
 shape = abstract_network(config, jnp.dtype("float32"), 2)
 mesh = make_mesh(ParallelConfig(2))
 for _ in range(2):  # compilation takes memory too: only the second round counts
     Path("/proc/self/clear_refs").write_text("5")
     begin = resident("VmRSS")
-    loaded = load.load_parameters(Checkpoint.open(directory), config, shape, mesh)
+    loaded = load.load_parameters(StoredWeights(Checkpoint.open(directory)), config, shape, mesh)
     leaves = jax.block_until_ready(jax.tree.leaves(loaded))
     held = sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards)
     beside = resident("VmHWM") - begin - held
@@ -76,9 +77,9 @@ def many_experts(tmp_path_factory) -> Path:
     return directory
 
 
-def peak_beside_parameters(directory: Path, piece_bytes: int) -> int:
+def peak_beside_parameters(directory: Path, piece_bytes: int, ahead_bytes: int = 1) -> int:
     """Peak resident bytes of a loading process, less what it had before and less the parameters."""
-    arguments = [sys.executable, "-c", LOAD_TWICE, str(directory), str(piece_bytes)]
+    arguments = [sys.executable, "-c", LOAD_TWICE, str(directory), str(piece_bytes), str(ahead_bytes)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True)
     return int(done.stdout)
@@ -88,6 +89,9 @@ def peak_beside_parameters(directory: Path, piece_bytes: int) -> int:
 class TestMemory:
     def test_stacked_experts_take_little_more_than_a_tensor(self, many_experts):
         assert peak_beside_parameters(many_experts, piece_bytes=1) < STACK_BYTES / 3
+
+    def test_pieces_that_are_read_ahead_are_bounded(self, many_experts):
+        assert peak_beside_parameters(many_experts, 1, ahead_bytes=16 * TENSOR_BYTES) < 48 * TENSOR_BYTES
 
     def test_in_one_piece_they_take_the_whole_stack(self, many_experts):
         """Shows that the measurement above can fail."""

@@ -13,6 +13,7 @@ from glm_dcp_jax.config import ConfigError, ModelConfig, ParallelConfig
 from glm_dcp_jax.model.load import load_parameters
 from glm_dcp_jax.model.network import Network, abstract_network
 from glm_dcp_jax.model.safetensors_reader import Checkpoint, CheckpointError
+from glm_dcp_jax.model.stored_weights import StoredWeights
 from glm_dcp_jax.parallel.batch import Block
 from glm_dcp_jax.parallel.mesh import make_mesh
 
@@ -33,7 +34,9 @@ def load(directory: Path, tp: int = 1, mtp: bool = True) -> Network:
     config = ModelConfig.load(directory)
     shape = abstract_network(config, jnp.dtype("float32"), tp, mtp=mtp)
     mesh = make_mesh(ParallelConfig(tp))
-    return nnx.merge(shape.definition, load_parameters(Checkpoint.open(directory), config, shape, mesh))
+    return nnx.merge(
+        shape.definition, load_parameters(StoredWeights(Checkpoint.open(directory)), config, shape, mesh)
+    )
 
 
 def tensors_with(**others: np.ndarray) -> tuple[dict, dict]:
@@ -51,14 +54,14 @@ class TestLoading:
         for parameter, name in (
             (mtp.embedding_norm, "enorm"),
             (mtp.hidden_norm, "hnorm"),
-            (mtp.join, "eh_proj"),
+            (mtp.join.values, "eh_proj"),
             (mtp.head_norm, "shared_head.norm"),
             (layer.input_norm, "input_layernorm"),
-            (layer.attention.kv_a, "self_attn.kv_a_proj_with_mqa"),
-            (layer.indexer.keys, "self_attn.indexer.wk"),
+            (layer.attention.kv_a.values, "self_attn.kv_a_proj_with_mqa"),
+            (layer.indexer.keys.values, "self_attn.indexer.wk"),
             (layer.indexer.head_weights, "self_attn.indexer.weights_proj"),
             (layer.feed_forward.router, "mlp.gate"),
-            (layer.feed_forward.shared.down, "mlp.shared_experts.down_proj"),
+            (layer.feed_forward.shared.down.values, "mlp.shared_experts.down_proj"),
         ):
             np.testing.assert_array_equal(
                 parameter[...], tensors[f"{PREFIX}{name}.weight"].astype(np.float32)
@@ -67,7 +70,7 @@ class TestLoading:
     def test_its_input_projection_is_split_over_all_devices_and_padded(self, devices, tmp_path):
         devices(3)
         config, tensors = make_model(NAME, mtp=True)  # hidden size 64
-        join = load(write_checkpoint(tmp_path, config, tensors), tp=3).mtp.join[...]
+        join = load(write_checkpoint(tmp_path, config, tensors), tp=3).mtp.join.values[...]
         assert join.shape == (66, 128)
         assert {shard.data.shape for shard in join.addressable_shards} == {(22, 128)}
         np.testing.assert_array_equal(join[:64], tensors[PREFIX + "eh_proj.weight"].astype(np.float32))

@@ -18,6 +18,7 @@ from glm_dcp_jax.engine.draft_steps import Draft, DraftOutput, DraftSteps, First
 from glm_dcp_jax.engine.steps import BlockShape, Kind, StepShape, leaves_of
 from glm_dcp_jax.model.load import load_parameters
 from glm_dcp_jax.model.safetensors_reader import Checkpoint
+from glm_dcp_jax.model.stored_weights import StoredWeights
 from glm_dcp_jax.parallel.batch import Block
 from glm_dcp_jax.parallel.mesh import make_mesh
 
@@ -68,7 +69,7 @@ class Drafting:
         model = ModelConfig.load(self.directory)
         self.blueprint = Blueprint(config, model, make_mesh(config.parallel))
         checkpoint, mesh = Checkpoint.open(self.directory), self.blueprint.mesh
-        self.parameters = load_parameters(checkpoint, model, self.blueprint.shape, mesh)
+        self.parameters = load_parameters(StoredWeights(checkpoint), model, self.blueprint.shape, mesh)
         self.leaves = leaves_of(self.parameters)
         self.pages = int(self.blueprint.layout.pages_for(self.longest))
         ids = 1 + np.arange(self.requests * self.pages, dtype=np.int32)

@@ -1,9 +1,10 @@
 """The routed experts of a mixture-of-experts layer."""
 
+import jax
 from jaxtyping import Array, Float, Int
 
-from glm_dcp_jax.kernels.dispatch import Backend
-from glm_dcp_jax.kernels.experts import reference
+from glm_dcp_jax.kernels.dispatch import Backend, dispatch
+from glm_dcp_jax.kernels.experts import reference, triton
 from glm_dcp_jax.kernels.experts.reference import tile_plan
 from glm_dcp_jax.kernels.weights import Weight
 
@@ -26,4 +27,12 @@ def routed_experts(
     `group` is used. first_expert: the number of the first of these E experts; assignments to others count as nothing,
     which is how experts are split over ranks.
     """
-    return reference.routed_experts(x, expert_ids, weights, gate_up, down, group, first_expert)
+    given = x, expert_ids, weights, group, first_expert
+    stored, structure = jax.tree.flatten((gate_up, down))
+
+    def with_weights(op):
+        def run(x, expert_ids, weights, group, first_expert, *stored, **options):
+            return op(x, expert_ids, weights, *jax.tree.unflatten(structure, stored), group, first_expert, **options)
+        return run
+
+    return dispatch(backend, with_weights(reference.routed_experts), with_weights(triton.routed_experts), *given, *stored)

@@ -1,10 +1,13 @@
 """Linear maps with weights that may be quantised, and may be stacked over the layers of a scan."""
+from functools import partial
 
-
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int
 
-from glm_dcp_jax.kernels.dispatch import Backend
-from glm_dcp_jax.kernels.linear import reference
+from glm_dcp_jax.kernels.dispatch import Backend, dispatch
+from glm_dcp_jax.kernels.fit import int32
+from glm_dcp_jax.kernels.linear import reference, triton
 from glm_dcp_jax.kernels.weights import Weight
 
 __all__ = ["gated_linear", "linear"]

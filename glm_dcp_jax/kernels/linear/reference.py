@@ -14,9 +14,7 @@ def linear(
     return product(x, _only(weight, group, stacked=3)).astype(out_dtype)
 
 
-def gated_linear(
-    x: Float[Array, "T I"], weight: Weight, group: Int[Array, ""] | int
-) -> Float[Array, "T O"]:
+def gated_linear(x: Float[Array, "T I"], weight: Weight, group: Int[Array, ""] | int) -> Float[Array, "T O"]:
     """See the op."""
     return gated(x, _only(weight, group, stacked=4))
 

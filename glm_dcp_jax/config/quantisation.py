@@ -1,0 +1,70 @@
+"""What a checkpoint's quantisation section says of its weights.
+
+Only the method's name and fp8's block size are taken from it: which weights are quantised, and how, is read off the
+tensors (model/stored_weights.py), since lists of excluded modules are known to name modules that do not exist.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from glm_dcp_jax.config.cache_scheme import is_only_about_the_cache, says_something
+from glm_dcp_jax.config.errors import ConfigError
+
+FP8_BLOCK = (128, 128)
+METHODS = ("fp8", "modelopt", "compressed-tensors")
+"""Values of quant_method."""
+QUANTIZATIONS = (*METHODS, "modelopt_fp4")
+"""What --quantization takes: the methods, and vLLM's other name for ModelOpt's NVFP4."""
+_ALIASES = {"modelopt_fp4": "modelopt", "modelopt_fp8": "modelopt"}
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """method: one of METHODS. block: rows and columns of a weight that share an fp8 scale."""
+
+    method: str
+    block: tuple[int, int] = FP8_BLOCK
+
+    @staticmethod
+    def of(section: Mapping[str, Any]) -> "Quantisation | None":
+        """Read a quantisation section; None where it says nothing of weights. Raises ConfigError for other methods."""
+        if not says_something(section) or is_only_about_the_cache(section):
+            return None
+        given = section.get("quant_method") or _by_producer(section)
+        method = _ALIASES.get(given, given) if isinstance(given, str) else given
+        if method not in METHODS:
+            raise ConfigError(
+                f"the checkpoint is quantised by method {given!r}; weights of {', '.join(METHODS)} can be loaded"
+            )
+        block = section.get("weight_block_size")
+        if block is None:
+            return Quantisation(method)
+        if not (
+            isinstance(block, list | tuple)
+            and len(block) == 2
+            and all(type(n) is int and n > 0 for n in block)
+        ):
+            raise ConfigError(f"weight_block_size must be two positive integers, but is {block!r}")
+        return Quantisation(method, (block[0], block[1]))
+
+    @staticmethod
+    def check(asked: str | None, found: "Quantisation | None") -> None:
+        """Raise ConfigError unless the checkpoint is quantised by the method that was asked for, if one was."""
+        if asked is None:
+            return
+        if found is None:
+            raise ConfigError(
+                f"quantization {asked} was asked for, but the checkpoint is not quantised: weights are used as they "
+                "are stored, never quantised on the way; use a quantised checkpoint, or leave it out"
+            )
+        if _ALIASES.get(asked, asked) != found.method:
+            raise ConfigError(
+                f"quantization {asked} was asked for, but the checkpoint's method is {found.method}; leave it out, "
+                "since how weights are stored is read off the checkpoint"
+            )
+
+
+def _by_producer(section: Mapping[str, Any]) -> str:
+    """ModelOpt's hf_quant_config.json names no method, but an algorithm."""
+    return "modelopt" if section.get("quant_algo") else "unknown"

@@ -1,0 +1,64 @@
+"""What a quantisation section says of weights, and what --quantization checks."""
+
+import pytest
+from published import GLM_5_2
+
+from glm_dcp_jax.config import ConfigError, ModelConfig
+from glm_dcp_jax.config.quantisation import Quantisation
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    ("section", "method", "block"),
+    [
+        (FP8, "fp8", (128, 128)),
+        (FP8 | {"weight_block_size": [64, 32]}, "fp8", (64, 32)),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt", (128, 128)),
+        ({"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}, "modelopt", (128, 128)),
+        ({"quant_method": "modelopt_fp4"}, "modelopt", (128, 128)),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "compressed-tensors", (128, 128)),
+    ],
+)
+def test_methods_and_blocks(section, method, block):
+    found = ModelConfig.from_hf(GLM_5_2 | {"quantization_config": section}).quantisation
+    assert found == Quantisation(method, block)
+
+
+@pytest.mark.parametrize("section", [{}, {"quant_method": None}, {"kv_cache_quant_algo": "FP8"}])
+def test_sections_that_say_nothing_of_weights(section):
+    assert Quantisation.of(section) is None
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", 4, ["fp8"]])
+def test_other_methods_are_refused_by_name(method):
+    with pytest.raises(ConfigError, match="fp8, modelopt, compressed-tensors can be loaded") as raised:
+        Quantisation.of({"quant_method": method})
+    assert repr(method) in str(raised.value)
+
+
+@pytest.mark.parametrize("block", [128, [128], [128, 0], [128, "128"], [True, True], "128x128", [1.0, 128]])
+def test_blocks_that_are_none(block):
+    with pytest.raises(ConfigError, match="weight_block_size must be two positive integers"):
+        Quantisation.of(FP8 | {"weight_block_size": block})
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [(None, None), (None, "fp8"), ("fp8", "fp8"), ("modelopt_fp4", "modelopt"), ("modelopt", "modelopt")],
+)
+def test_what_is_asked_for_and_there(asked, found):
+    Quantisation.check(asked, None if found is None else Quantisation(found))
+
+
+@pytest.mark.parametrize(
+    ("asked", "found", "message"),
+    [
+        ("fp8", None, "the checkpoint is not quantised"),
+        ("fp8", "modelopt", "the checkpoint's method is modelopt"),
+        ("modelopt_fp4", "fp8", "the checkpoint's method is fp8"),
+    ],
+)
+def test_what_is_asked_for_and_not_there(asked, found, message):
+    with pytest.raises(ConfigError, match=message):
+        Quantisation.check(asked, None if found is None else Quantisation(found))
