@@ -72,6 +72,7 @@ def test_nvfp4_is_served_with_them(model, scales):
     assert np.any(scaled.compute_logits(PROMPTS[0]) != plain.compute_logits(PROMPTS[0]))
 
 
+@pytest.mark.slow
 def test_a_line_of_text_is_a_prompt(model, tmp_path):
     (tmp_path / "prompts.txt").write_text("the cat sat\n\n[1, 2] is text here\n")
     assert calibrate(model, tmp_path / "prompts.txt", "--output", str(tmp_path / "out.json"), "-tp", "2") == 0

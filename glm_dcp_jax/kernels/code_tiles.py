@@ -1,7 +1,10 @@
 """Decoding E4M3 and E2M1 codes inside Pallas-Triton kernels, exactly, to what tensor cores multiply.
 
 To bfloat16 two codes are decoded at once, in the halves of one register, by a few of the assembler's instructions:
-compilers take the codes apart one by one, which is twice the work, and decoding is what a decode step does most of.
+compilers take the codes apart one by one, which is twice the work, and decoding is what a decode step does most of. A
+code's exponent and mantissa become the lowest exponent and highest mantissa bits of a bfloat16, whose exponent is then
+too small by the difference of the biases; multiplying by that power of two also makes subnormal codes right. Adding
+-0.0 changes nothing: this multiplication alone needs newer GPUs.
 """
 
 import jax
@@ -18,22 +21,24 @@ _E2M1_BIAS, _SCALE_BIAS = 2.0**126, 2.0**118
 """The same of a bfloat16, whose bias is 127. No scale can be multiplied by it, but by the second, which leaves 2**8."""
 
 _E4M3_PAIR = """{{
-.reg .b32 codes, signs, rest, bias;
+.reg .b32 codes, signs, rest, bias, zero;
 prmt.b32 codes, $1, $2, 0x{select:04x};
 mov.b32 bias, 0x7b807b80;
+mov.b32 zero, 0x80008000;
 and.b32 signs, codes, 0x80008000;
 shr.b32 rest, codes, 4;
 lop3.b32 rest, rest, 0x07f007f0, signs, 0xea;
-mul.rn.bf16x2 $0, rest, bias;
+fma.rn.bf16x2 $0, rest, bias, zero;
 }}"""
 _E2M1_PAIR = """{{
-.reg .b32 codes, signs, rest;
+.reg .b32 codes, signs, rest, zero;
 prmt.b32 codes, $1, $2, 0x{select:04x};
+mov.b32 zero, 0x80008000;
 shl.b32 signs, codes, {sign};
 and.b32 signs, signs, 0x80008000;
 {shift}.b32 rest, codes, {magnitude};
 lop3.b32 rest, rest, 0x01c001c0, signs, 0xea;
-mul.rn.bf16x2 $0, rest, $3;
+fma.rn.bf16x2 $0, rest, $3, zero;
 }}"""
 
 
@@ -107,7 +112,9 @@ def _e2m1_halves(words: Int[Array, "N units"]) -> list[Float[Array, "N units"]]:
     the sign: in both halves of a word at once.
     """
     magnitude, sign = np.uint32(0x0E000E00), np.uint32(0x80008000)
-    pairs = [(_shifted(words, 9 - 4 * j) & magnitude) | (_shifted(words, 12 - 4 * j) & sign) for j in range(4)]
+    pairs = [
+        (_shifted(words, 9 - 4 * j) & magnitude) | (_shifted(words, 12 - 4 * j) & sign) for j in range(4)
+    ]
     bits = [(pairs[j % 4] >> (16 * (j // 4))).astype(jnp.uint16) for j in range(8)]
     return [jax.lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32) for half in bits]
 

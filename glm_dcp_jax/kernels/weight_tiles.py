@@ -21,6 +21,7 @@ from glm_dcp_jax.cache import codecs
 from glm_dcp_jax.kernels import code_tiles, encode_tiles, tiles
 from glm_dcp_jax.kernels.weights import NVFP4_GROUP, Fp8Weight, PlainWeight, Weight, block_of, shape_of
 
+
 class Form(NamedTuple):
     """How matrices [outputs, inputs] are stored.
 
@@ -84,10 +85,10 @@ class Cut(NamedTuple):
     outputs: int
     rows: int
     columns: int
-    slices: int
-    splits: int
-    warps: int
-    stages: int
+    slices: int = 1
+    splits: int = 1
+    warps: int = 4
+    stages: int = 1
     matrices: int = 1
     woven: bool = False
 
@@ -122,7 +123,7 @@ def multiply(
     cut: Cut,
     interpret: bool,
 ) -> list[Float[Array, "outputs M"]]:
-    """Rows first_output, first_output + 1, ... of each matrix times the rows of x, over a split's share of the inputs."""
+    """Rows first_output, first_output + 1, ... of each matrix times the rows of x, over a split's share of inputs."""
     line, column_line = jnp.arange(cut.slices * cut.outputs), jnp.arange(cut.slices * cut.rows)
     own = [
         _Matrix(stored, matrix, first_output + jax.lax.rem(line, cut.outputs), form, cut, interpret)
@@ -156,6 +157,16 @@ def multiply(
     return [matrix.finish(_own_slices(total, cut)) for matrix, total in zip(own, totals, strict=True)]
 
 
+def gated(gate: Float[Array, "*n"], up: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """silu(gate) * up."""
+    return gate * jax.nn.sigmoid(gate) * up
+
+
+def only(ref: jax.Ref) -> Shaped[Array, ""]:
+    """The one element of an array."""
+    return jnp.max(tiles.load(ref, jnp.zeros((1,), jnp.int32)))
+
+
 def _dots(weights: list[Array], x: list[Array], total: Array) -> Array:
     if len(x) == 1:
         weights = [tiles.weave(weights)]
@@ -187,11 +198,9 @@ class _Inputs(NamedTuple):
         per_block, steps = cut.steps(form)
         width, units = form.block[1] // each, cut.columns // each
         whole = form.block[1] % cut.columns == 0
-        if whole:
-            start = step * units
-        else:
+        start, real = step * units, None
+        if not whole:
             start = jax.lax.div(step, per_block) * width + jax.lax.rem(step, per_block) * units
-        real = None
         if steps % (cut.splits * cut.slices):
             real = jnp.broadcast_to((step < steps)[:, None], (step.shape[0], units))
         if not whole:

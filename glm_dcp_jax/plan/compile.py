@@ -207,6 +207,7 @@ def _options(device_kind: str, given: Mapping[str, Any], folder: str) -> dict[st
         "xla_dump_to": folder,
         "xla_dump_emitter_re": "ptx",  # without it, jax 0.12 dumps no PTX
         "xla_gpu_collect_cost_model_stats": True,
+        "xla_backend_optimization_level": 3,  # XLA's default, whatever XLA_FLAGS ask of programs for the CPU
         **given,
     }
     if not device_kind.startswith(_SOL_GPUS):

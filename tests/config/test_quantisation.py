@@ -17,7 +17,11 @@ FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "we
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt", (128, 128)),
         ({"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}, "modelopt", (128, 128)),
         ({"quant_method": "modelopt_fp4"}, "modelopt", (128, 128)),
-        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "compressed-tensors", (128, 128)),
+        (
+            {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
+            "compressed-tensors",
+            (128, 128),
+        ),
     ],
 )
 def test_methods_and_blocks(section, method, block):

@@ -15,7 +15,7 @@ TOPK, STEPS, FULL_LAYERS = 8, 7, 1
 """Of the tiny model; 8 tokens of output are one of prefill and 7 of decode."""
 
 
-@pytest.mark.parametrize("path", ["queries", "records", "bulk"])
+@pytest.mark.parametrize("path", ["queries", pytest.param("records", marks=pytest.mark.slow), "bulk"])
 def test_steps_and_records_of_a_run(path, tmp_path, devices):
     devices(2)
     llm = tiny_llm(
@@ -34,6 +34,7 @@ def test_steps_and_records_of_a_run(path, tmp_path, devices):
     assert totals.received % STEPS == 0 and totals.received > 0
 
 
+@pytest.mark.slow
 def test_without_dcp_nothing_is_exchanged_and_nothing_counted(tmp_path, devices):
     devices(2)
     llm = tiny_llm(write_tiny(tmp_path), tensor_parallel_size=2)

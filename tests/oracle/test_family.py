@@ -17,10 +17,8 @@ LOGIT_TOLERANCE, HIDDEN_TOLERANCE = 2e-4, 3e-4
 MESHES = {
     "odd_sizes": ((6, 2),),
     "expert_groups": ((4, 2),),
-    "explicit_lists": ((3, 3),),
     "five_heads": ((3, 1),),
     "single_layer": ((2, 1),),
-    "half_split_indexer": ((8, 8),),
 }
 
 
@@ -52,6 +50,8 @@ def load(name: str, mesh: tuple[int, int], directory, **settings) -> LLM:
 
 SLOW_MESHES = {
     "odd_sizes": ((1, 1), (4, 4)),
+    "explicit_lists": ((3, 3),),
+    "half_split_indexer": ((8, 8),),
     "five_heads": ((6, 6),),
     "equal_groups": ((1, 1), (7, 7)),
     "lone_full_end": ((4, 4),),

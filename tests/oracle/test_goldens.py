@@ -40,6 +40,8 @@ QUICK_FACTORS = FACTORS | {
     "block_size": (4, 64),
     "interleave": (1, "block"),
     "index_shards": (1, "dcp"),
+    "segments": (2,),
+    "inside": (1, 2),
 }
 """What the default run covers all pairs of; other values occur in the slow run, and in tests beside this one."""
 INSIDE_EVERY = len(FACTORS["inside"])

@@ -29,7 +29,6 @@ FACTORS = {
 QUICK = [
     dict(zip(FACTORS, values, strict=True))
     for values in (
-        ("tiny-d", (1, 1), "queries", "whole", "positions", "context", "ag_rs", "never", 1, 16),
         ("tiny-a", (4, 4), "queries", "mixed", "mask", "queries", "a2a", "always", 4, 4),
         ("tiny-a", (8, 2), "bulk", "whole", "positions", "context", "ag_rs", "never", 4, 16),
     )

@@ -92,9 +92,8 @@ def measure(model: str, **flags) -> Agreement:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("float32", marks=pytest.mark.slow),
-        *("bfloat16", "fp8_ds_mla", "nvfp4_ds_mla"),
-        pytest.param("nvfp4_ds_mla fp8 rope", marks=pytest.mark.slow),
+        "nvfp4_ds_mla",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in FORMATS if name != "nvfp4_ds_mla"),
     ],
 )
 def test_agreement_with_the_golden(devices, name, model):

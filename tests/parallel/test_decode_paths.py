@@ -87,7 +87,14 @@ def check(case: Case, problem: Problem, what: str) -> None:
     np.testing.assert_array_equal(answers["records"], answers["bulk"], what)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+QUICK = {1, 4, 5, 7, 8}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[] if at in QUICK else pytest.mark.slow) for at, case in enumerate(CASES)],
+    ids=str,
+)
 def test_every_path_attends_to_exactly_what_was_selected(case: Case, devices) -> None:
     devices(case.world * case.replicas)
     with jax.default_matmul_precision("highest"):

@@ -5,6 +5,7 @@ that the routing does not use exits before it reads anything. Both results lie b
 up by several programs, and each row's few are summed by XLA.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -15,8 +16,8 @@ from jaxtyping import Array, Float, Int
 
 from glm_dcp_jax.kernels import tiles, weight_tiles
 from glm_dcp_jax.kernels.experts.tile_plan import plan_tiles
-from glm_dcp_jax.kernels.experts.tiling import cuts_of
-from glm_dcp_jax.kernels.weight_tiles import Cut, Form, Rows
+from glm_dcp_jax.kernels.experts.tiling import tiling
+from glm_dcp_jax.kernels.weight_tiles import Cut, Form, Rows, gated, only
 from glm_dcp_jax.kernels.weights import Weight, shape_of
 
 
@@ -35,67 +36,116 @@ def routed_experts(
     rows, each = expert_ids.shape
     if 0 in (rows, each, experts, width, hidden):
         return jnp.zeros((rows, hidden), jnp.float32)
-    forms = weight_tiles.form_of(gate_up, x.dtype), weight_tiles.form_of(down, x.dtype)
-    cuts = cuts_of(rows * each, rows, experts, *forms)
-    tile_rows = cuts[0].rows
-    plan = plan_tiles(expert_ids, first_expert, experts, tile_rows)
+    inner_form, outer_form = (weight_tiles.form_of(weight, x.dtype) for weight in (gate_up, down))
+    cut = tiling(rows, each, experts, inner_form, outer_form)
+    plan = plan_tiles(expert_ids, first_expert, experts, cut.rows)
     chosen = (expert_ids - first_expert).reshape(-1)
+    routing = plan, chosen, group.reshape(1)
+    inner = pl.pallas_call(
+        partial(_gate_up, of=_Product(gate_up, inner_form, cut.gate_up, each, interpret)),
+        grid=(-(-width // cut.gate_up.outputs), cut.tiles),
+        out_shape=jax.ShapeDtypeStruct((rows * each, width), x.dtype),
+        interpret=interpret,
+        compiler_params=plt.CompilerParams(num_warps=cut.gate_up.warps, num_stages=cut.gate_up.stages),
+        name="experts_gate_up",
+    )(*routing, x, *weight_tiles.as_stored(gate_up))
+    blocks = -(-hidden // cut.down.outputs)
+    part_blocks = -(-blocks // cut.parts)
+    factors = weights.astype(jnp.float32).reshape(-1)
+    here = ((chosen >= 0) & (chosen < experts))[:, None]
 
-    def call(name: str, x: Array, weight: Weight, number: int, result: jax.ShapeDtypeStruct, scale: list[Array]) -> Array:
-        form, cut = forms[number], cuts[number]
-        stride = weight_tiles.matrices_of_group(weight, 2 if number == 0 else 1)
-        kernel = partial(_multiply, form=form, cut=cut, stride=stride, each=each if number == 0 else 1, interpret=interpret)
-        return pl.pallas_call(
-            kernel,
-            grid=(-(-form.outputs // cut.outputs), plan.shape[0]),
-            out_shape=result,
+    def part(number: Int[Array, ""]) -> Float[Array, "T columns"]:
+        """Some of the outputs, summed over each row's experts."""
+        columns = part_blocks * cut.down.outputs if cut.parts > 1 else hidden
+        out = pl.pallas_call(
+            partial(_down, of=_Product(down, outer_form, cut.down, 1, interpret), part_blocks=part_blocks),
+            grid=(part_blocks, cut.tiles),
+            out_shape=jax.ShapeDtypeStruct((rows * each, columns), jnp.float32),
             interpret=interpret,
-            compiler_params=plt.CompilerParams(num_warps=cut.warps, num_stages=cut.stages),
-            name=name,
-        )(x, plan, chosen, group.reshape(1), *scale, *weight_tiles.as_stored(weight))
+            compiler_params=plt.CompilerParams(num_warps=cut.down.warps, num_stages=cut.down.stages),
+            name="experts_down",
+        )(*routing, number.reshape(1), inner, factors, *weight_tiles.as_stored(down))
+        return jnp.sum(jnp.where(here, out, 0.0).reshape(rows, each, columns), axis=1)
 
-    inner = call("experts_gate_up", x, gate_up, 0, jax.ShapeDtypeStruct((rows * each, width), x.dtype), [])
-    result = jax.ShapeDtypeStruct((rows * each, hidden), jnp.float32)
-    out = call("experts_down", inner, down, 1, result, [weights.astype(jnp.float32).reshape(-1)])
-    here = (chosen >= 0) & (chosen < experts)
-    return jnp.sum(jnp.where(here[:, None], out, 0.0).reshape(rows, each, hidden), axis=1)
+    if cut.parts == 1:
+        return part(jnp.zeros((), jnp.int32))
+    parts = jax.lax.map(part, jnp.arange(cut.parts))
+    return jnp.moveaxis(parts, 0, 1).reshape(rows, -1)[:, :hidden]
 
 
-def _multiply(
-    x: jax.Ref,
+class _Product:
+    """A product of assignments' rows with the matrices of their experts. each: assignments of a row of x."""
+
+    def __init__(self, weight: Weight, form: Form, cut: Cut, each: int, interpret: bool) -> None:
+        self.form, self.cut, self.each, self.interpret = form, cut, each, interpret
+        self.stride = weight_tiles.matrices_of_group(weight, 2 if cut.matrices == 2 else 1)
+
+    def run(
+        self,
+        routing: Sequence[jax.Ref],
+        x: jax.Ref,
+        stored: Sequence[jax.Ref],
+        block: Int[Array, ""],
+        write: Callable[[Array, list[Array]], None],
+    ) -> None:
+        """`write(assignments [M], products [outputs, M])` of one tile's block of outputs, if the tile is used."""
+        plan, chosen, group = routing
+        tile, place = jnp.broadcast_to(pl.program_id(1), 1), jnp.arange(self.cut.rows)
+        assignment = tiles.load(plan, tile, place, mask=place < plan.shape[1], other=-1)
+        first = jnp.max(assignment)
+
+        def compute() -> None:
+            expert = jnp.max(tiles.load(chosen, jnp.broadcast_to(first, 1)))
+            own = only(group) * self.stride + expert * self.cut.matrices
+            matrices = [own + number for number in range(self.cut.matrices)]
+            rows = Rows(x, jax.lax.div(assignment, self.each), assignment >= 0)
+            start = block * self.cut.outputs
+            products = weight_tiles.multiply(
+                rows, stored, matrices, start, 0, self.form, self.cut, self.interpret
+            )
+            write(assignment, products)
+
+        pl.when(first >= 0)(compute)
+
+    def store(
+        self, out: jax.Ref, block: Int[Array, ""], place: Int[Array, ""], assignment: Array, total: Array
+    ) -> None:
+        """Outputs `block`, as block `place` of out."""
+        line = jnp.arange(self.cut.outputs)[:, None]
+        output, column = (number * self.cut.outputs + line for number in (block, place))
+        mask = (output < self.form.outputs) & (assignment >= 0)[None, :]
+        tiles.store(out, assignment[None, :], column, value=total.astype(out.dtype), mask=mask)
+
+
+def _gate_up(
+    plan: jax.Ref, chosen: jax.Ref, group: jax.Ref, x: jax.Ref, *refs: jax.Ref, of: _Product
+) -> None:
+    *stored, inner = refs
+    block = pl.program_id(0)
+
+    def write(assignment: Array, products: list[Array]) -> None:
+        of.store(inner, block, block, assignment, gated(*products))
+
+    of.run((plan, chosen, group), x, stored, block, write)
+
+
+def _down(
     plan: jax.Ref,
     chosen: jax.Ref,
     group: jax.Ref,
+    part: jax.Ref,
+    inner: jax.Ref,
+    factors: jax.Ref,
     *refs: jax.Ref,
-    form: Form,
-    cut: Cut,
-    stride: int,
-    each: int,
-    interpret: bool,
+    of: _Product,
+    part_blocks: int,
 ) -> None:
-    """One block of outputs of one tile. chosen: each assignment's expert. each: assignments of a row of x."""
     *stored, out = refs
-    weights = None if cut.matrices == 2 else stored.pop(0)
-    tile, start = pl.program_id(1), pl.program_id(0) * cut.outputs
-    place = jnp.arange(cut.rows)
-    listed = place < plan.shape[1]
-    assignment = tiles.load(plan, jnp.broadcast_to(tile, 1), place, mask=listed, other=-1)
-    first = jnp.max(tiles.load(plan, jnp.broadcast_to(tile, 1), jnp.zeros(1, jnp.int32)))
+    place = pl.program_id(0)
+    block = only(part) * part_blocks + place
 
-    def compute() -> None:
-        real = assignment >= 0
-        expert = jnp.max(tiles.load(chosen, jnp.broadcast_to(first, 1)))
-        in_group = jnp.max(tiles.load(group, jnp.zeros(1, jnp.int32))) * stride
-        matrices = [in_group + expert * cut.matrices + number for number in range(cut.matrices)]
-        rows = Rows(x, jax.lax.div(assignment, each), real)
-        totals = weight_tiles.multiply(rows, stored, matrices, start, 0, form, cut, interpret)
-        if weights is None:
-            gate, up = totals
-            total = gate * jax.nn.sigmoid(gate) * up
-        else:
-            total = totals[0] * tiles.load(weights, assignment, mask=real)[None, :]
-        output = (start + jnp.arange(cut.outputs))[:, None]
-        mask = (output < form.outputs) & real[None, :]
-        tiles.store(out, assignment[None, :], output, value=total.astype(out.dtype), mask=mask)
+    def write(assignment: Array, products: list[Array]) -> None:
+        factor = tiles.load(factors, jnp.maximum(assignment, 0), mask=assignment >= 0)
+        of.store(out, block, place, assignment, products[0] * factor[None, :])
 
-    pl.when(first >= 0)(compute)
+    of.run((plan, chosen, group), inner, stored, block, write)

@@ -51,7 +51,13 @@ def _products(
     split = cut.splits > 1
     results = matrices if split else 1
     out = pl.pallas_call(
-        partial(_multiply, form=form, cut=cut, stride=weight_tiles.matrices_of_group(weight, matrices - 1), interpret=interpret),
+        partial(
+            _multiply,
+            form=form,
+            cut=cut,
+            stride=weight_tiles.matrices_of_group(weight, matrices - 1),
+            interpret=interpret,
+        ),
         grid=(-(-form.outputs // cut.outputs), -(-rows // cut.rows), cut.splits),
         out_shape=jax.ShapeDtypeStruct(
             (results, cut.splits, rows, form.outputs), jnp.float32 if split else out_dtype
@@ -66,17 +72,18 @@ def _products(
     return [totals[0].astype(out_dtype)] if matrices == 1 else totals
 
 
-def _multiply(x: jax.Ref, group: jax.Ref, *refs: jax.Ref, form: Form, cut: Cut, stride: int, interpret: bool) -> None:
+def _multiply(
+    x: jax.Ref, group: jax.Ref, *refs: jax.Ref, form: Form, cut: Cut, stride: int, interpret: bool
+) -> None:
     *stored, out = refs
     start, split = pl.program_id(0) * cut.outputs, pl.program_id(2)
     row = pl.program_id(1) * cut.rows + jnp.arange(cut.rows)
-    first = jnp.max(tiles.load(group, jnp.zeros(1, jnp.int32))) * stride
+    first = weight_tiles.only(group) * stride
     own = [first + number for number in range(cut.matrices)]
     given = Rows(x, row, row < out.shape[2])
     totals = weight_tiles.multiply(given, stored, own, start, split, form, cut, interpret)
     if out.shape[0] < cut.matrices:
-        gate, up = totals
-        totals = [gate * jax.nn.sigmoid(gate) * up]
+        totals = [weight_tiles.gated(*totals)]
     output = (start + jnp.arange(cut.outputs))[:, None]
     mask = (output < form.outputs) & given.real[None, :]
     for number, total in enumerate(totals):
