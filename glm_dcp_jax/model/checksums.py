@@ -1,0 +1,97 @@
+"""SHA-256 sums of a checkpoint's files: finding them, and comparing the files with them.
+
+safetensors files carry none. They are taken from `SHA256SUMS` (as sha256sum writes it), from `FILE.sha256`, and from
+the Hugging Face cache, whose large files are links to blobs that are named by their sums.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tqdm import tqdm
+
+from glm_dcp_jax.model.safetensors_reader import CheckpointError
+
+SUMS_NAME = "SHA256SUMS"
+READERS = 8
+_CHUNK = 4 << 20
+_LINE = re.compile(r"^\\?([0-9a-fA-F]{64})\s[ *]?(.+)$")
+
+
+def verify_checksums(directory: Path, files: Iterable[Path]) -> None:
+    """Read these files of a checkpoint whole, and compare them with their sums.
+
+    Raises CheckpointError that names each file which differs, or for which there is no sum.
+    """
+    files = sorted(set(files))
+    sums = _sums(directory, files)
+    without = [file.name for file in files if file not in sums]
+    if without:
+        named = ", ".join(without[:5]) + (" and more" if len(without) > 5 else "")
+        raise CheckpointError(
+            f"{directory} has no SHA-256 sum of {named} to compare with; put a {SUMS_NAME} there (sha256sum "
+            f"*.safetensors > {SUMS_NAME}, where the files are known to be right), or leave --verify-checksums out"
+        )
+    total = sum(file.stat().st_size for file in files)
+    with (
+        tqdm(total=total, desc="Verifying checksums", unit="B", unit_scale=True, mininterval=1.0) as bar,
+        ThreadPoolExecutor(READERS, "checksums") as readers,
+    ):
+        found = dict(zip(files, readers.map(lambda file: _sum_of(file, bar), files), strict=True))
+    wrong = [
+        f"{file} has {found[file]}, should have {sums[file]}" for file in files if found[file] != sums[file]
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{len(wrong)} of {len(files)} files do not have their SHA-256 sum; download them again:\n"
+            + "\n".join(f"  {line}" for line in wrong)
+        )
+
+
+def _sums(directory: Path, files: Iterable[Path]) -> dict[Path, str]:
+    """The sum that each file should have, as far as it is known; what stands beside a file counts before its link."""
+    listed = _listed(directory / SUMS_NAME)
+    sums: dict[Path, str] = {}
+    for file in files:
+        beside = _listed(file.with_name(f"{file.name}.sha256"))
+        blob = file.resolve().name if file.is_symlink() else ""
+        known = (
+            listed.get(file.name)
+            or beside.get(file.name)
+            or beside.get("")
+            or (blob if re.fullmatch("[0-9a-f]{64}", blob) else None)
+        )
+        if known:
+            sums[file] = known
+    return sums
+
+
+def _listed(path: Path) -> dict[str, str]:
+    """Sums by file name; one that stands alone is under ""."""
+    if not path.is_file():
+        return {}
+    sums = {}
+    for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+        text = line.strip()
+        if not text or text.startswith("#"):
+            continue
+        if re.fullmatch("[0-9a-fA-F]{64}", text):
+            sums[""] = text.lower()
+        elif match := _LINE.match(text):
+            sums[Path(match[2]).name] = match[1].lower()
+        else:
+            raise CheckpointError(
+                f"{path}: line {number} is not a SHA-256 sum and a file name: {text[:80]!r}"
+            )
+    return sums
+
+
+def _sum_of(file: Path, bar: tqdm) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while chunk := stream.read(_CHUNK):
+            digest.update(chunk)
+            bar.update(len(chunk))
+    return digest.hexdigest()

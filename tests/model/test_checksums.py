@@ -1,0 +1,80 @@
+"""Checkpoint files against their SHA-256 sums."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from glm_dcp_jax.model.checksums import SUMS_NAME, verify_checksums
+from glm_dcp_jax.model.safetensors_reader import CheckpointError
+
+
+def sum_of(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+@pytest.fixture
+def files(tmp_path) -> list[Path]:
+    made = [tmp_path / f"model-{number}.safetensors" for number in (1, 2)]
+    for number, file in enumerate(made):
+        file.write_bytes(bytes([number]) * 100)
+    return made
+
+
+def write_sums(files: list[Path], form: str = "{sum}  {name}\n") -> None:
+    lines = [form.format(sum=sum_of(file.read_bytes()), name=file.name) for file in files]
+    (files[0].parent / SUMS_NAME).write_text("# of the publisher\n\n" + "".join(lines))
+
+
+@pytest.mark.parametrize("form", ["{sum}  {name}\n", "{sum} *{name}\n", "{sum}  ./{name}\r\n"])
+def test_files_with_their_sums_pass(files, form):
+    write_sums(files, form)
+    verify_checksums(files[0].parent, files)
+
+
+def test_upper_case_is_as_good(files):
+    write_sums(files)
+    sums = files[0].parent / SUMS_NAME
+    sums.write_text(sums.read_text().replace(sum_of(b"\0" * 100), sum_of(b"\0" * 100).upper()))
+    verify_checksums(files[0].parent, files)
+
+
+def test_a_sum_beside_each_file(files):
+    for file, form in zip(files, ("{sum}", "{sum}  {name}\n"), strict=True):
+        text = form.format(sum=sum_of(file.read_bytes()), name=file.name)
+        file.with_name(f"{file.name}.sha256").write_text(text)
+    verify_checksums(files[0].parent, files)
+
+
+def test_links_into_a_cache_are_named_by_their_sums(tmp_path):
+    content = b"weights" * 50
+    blob = tmp_path / "blobs" / sum_of(content)
+    blob.parent.mkdir()
+    blob.write_bytes(content)
+    link = tmp_path / "snapshot" / "model.safetensors"
+    link.parent.mkdir()
+    link.symlink_to(blob)
+    verify_checksums(link.parent, [link])
+    blob.write_bytes(content[:-1] + b"X")
+    with pytest.raises(CheckpointError, match="model.safetensors has"):
+        verify_checksums(link.parent, [link])
+
+
+def test_each_file_that_differs_is_named(files):
+    write_sums(files)
+    files[1].write_bytes(b"\1" * 99 + b"\0")
+    with pytest.raises(CheckpointError, match="1 of 2 files do not have their SHA-256 sum") as raised:
+        verify_checksums(files[0].parent, files)
+    assert str(files[1]) in str(raised.value) and str(files[0]) not in str(raised.value)
+
+
+def test_a_file_without_a_sum_is_named(files):
+    write_sums(files[:1])
+    with pytest.raises(CheckpointError, match="has no SHA-256 sum of model-2.safetensors"):
+        verify_checksums(files[0].parent, files)
+
+
+def test_a_list_that_is_none(files):
+    (files[0].parent / SUMS_NAME).write_text("model-1.safetensors is fine\n")
+    with pytest.raises(CheckpointError, match="line 1 is not a SHA-256 sum and a file name"):
+        verify_checksums(files[0].parent, files)
