@@ -310,7 +310,7 @@ def _read(stored: StoredWeights, name: str, source: Source, index: Index) -> np.
     own = stored.read(
         name, source.part, source.grain, (slice(first * rows, max(first, last) * rows), index[2])
     )
-    viewed = own.reshape(-1, rows, own.shape[1])
+    viewed = own.reshape(len(own) // rows, rows, own.shape[1])
     if source.window is not None:
         axis, start, stop = source.window
         viewed = viewed[(slice(None),) * axis + (slice(start, stop),)]

@@ -227,7 +227,7 @@ class StoredWeights:
             self._main(name),
             (slice(top, bottom), slice(first * NVFP4_GROUP // 2, last * NVFP4_GROUP // 2)),
         )
-        codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
+        codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), 2 * packed.shape[1])
         scales = self._scales(name, [(top, bottom), (first, last)], (1, NVFP4_GROUP)).astype(np.float32)
         values = _E2M1[codes] * np.repeat(scales, NVFP4_GROUP, axis=1) * self._outer(name)
         return values[:, left - first * NVFP4_GROUP : right - first * NVFP4_GROUP]

@@ -50,6 +50,8 @@ def test_values_are_exactly_what_is_stored(how, shape, tmp_path):
     stored = stored_in(tmp_path, tensors)
     assert stored.names() == [NAME] and stored.shape(NAME) == shape and stored.quantised
     np.testing.assert_array_equal(stored.read(NAME, "values", (1, 1)), plain)
+    nothing = stored.read(NAME, "values", (1, 1), (slice(shape[0], shape[0] + 4), slice(0, 16)))
+    assert nothing.shape == (0, 16)
     some = (slice(5, 6 + shape[0] // 2), slice(3, shape[1] - 5))
     np.testing.assert_array_equal(stored.read(NAME, "values", (1, 1), some), plain[some])
 
