@@ -18,7 +18,7 @@ from glm_dcp_jax.engine.formats import Formats
 from glm_dcp_jax.engine.steps import BlockShape, CompiledSteps
 from glm_dcp_jax.kernels.row_blocks import WORKSPACE_BYTES
 from glm_dcp_jax.model.network import NetworkShape, abstract_network
-from glm_dcp_jax.model.stored_weights import ALL_PLAIN, WeightFormats
+from glm_dcp_jax.model.stored_weights import ALL_PLAIN, StoredFormat, WeightFormats
 from glm_dcp_jax.parallel.attention import AttentionSettings
 from glm_dcp_jax.parallel.link import Link, assumed_link, memory_bandwidth
 from glm_dcp_jax.parallel.policy import DecodePolicy, Estimate
@@ -158,16 +158,24 @@ class Blueprint:
         return rows if in_decode or in_prefill else None
 
     def _policy(self, settings: AttentionSettings) -> DecodePolicy:
+        element = self.formats.compute.itemsize
         device, tp = self.mesh.devices.flat[0], self.config.parallel.tensor_parallel_size
         return DecodePolicy(
             model=self.model,
             settings=settings,
             heads=padded(self.model.num_attention_heads, tp) // tp,
             tp=tp,
-            weight_bytes=self.formats.compute.itemsize,
+            element_bytes=element,
             link=self.link or assumed_link(device.platform, device.device_kind),
             memory_bandwidth=memory_bandwidth(device.platform, device.device_kind),
+            expert_bytes=self._stored(True, "mlp.experts.0.down_proj.weight").bytes_per_parameter(element),
+            dense_bytes=self._stored(False, "mlp.down_proj.weight").bytes_per_parameter(element),
         )
+
+    def _stored(self, sparse: bool, name: str) -> StoredFormat:
+        """How the first layer that has experts, or has none, stores a weight."""
+        layer = next((at for at, own in enumerate(self.model.sparse) if own == sparse), 0)
+        return self.weights.of(f"model.layers.{layer}.{name}")
 
     def path(self, shape: BlockShape) -> str:
         """The attention path that a block of this shape takes.

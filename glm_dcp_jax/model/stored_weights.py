@@ -42,6 +42,13 @@ class StoredFormat:
     kind: Literal["plain", "fp8", "nvfp4"] = "plain"
     block: tuple[int, int] = (1, 1)
 
+    def bytes_per_parameter(self, plain: int) -> float:
+        """Of codes and scales. plain: bytes of an element that is not quantised."""
+        if self.kind == "nvfp4":
+            return 0.5 + 1 / NVFP4_GROUP
+        rows, columns = self.block
+        return plain if self.kind == "plain" else 1 + 4 / (rows * columns)
+
     def part_shape(self, part: Part, shape: tuple[int, ...], grain: tuple[int, int]) -> tuple[int, ...]:
         """Shape of a part of a weight of this shape. grain: rows and columns that share a scale on the device."""
         if part == "values":

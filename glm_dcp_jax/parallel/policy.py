@@ -35,15 +35,21 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodePolicy:
-    """Estimates for a model on a mesh. heads: of one device. memory_bandwidth: bytes/s. weight_bytes: of an element."""
+    """Estimates for a model on a mesh. heads: of one device. memory_bandwidth: bytes/s.
+
+    element_bytes: of activations and plain weights. expert_bytes, dense_bytes: of a parameter of experts and of dense
+    feed-forwards as the checkpoint stores it, scales included.
+    """
 
     model: ModelConfig
     settings: AttentionSettings
     heads: int
     tp: int
-    weight_bytes: int
+    element_bytes: int
     link: Link
     memory_bandwidth: float
+    expert_bytes: float = 2.0
+    dense_bytes: float = 2.0
 
     def choose(self, wanted: str, requests: int, rows: int, local_tokens: int) -> Estimate:
         """The path that was asked for; of `auto`, the one that waits least, and of equals the first."""
@@ -69,20 +75,20 @@ class DecodePolicy:
         spared = self.settings.latent_width - self.model.v_head_dim
         if spared <= 0 or math.isinf(self.memory_bandwidth):
             return None
-        expansion = self.settings.latent_width * self.model.v_head_dim * self.weight_bytes
+        expansion = self.settings.latent_width * self.model.v_head_dim * self.element_bytes
         reading = expansion / self.memory_bandwidth
         return math.ceil(reading / (spared * self._partial_bytes / self.link.bandwidth))
 
     @property
     def _partial_bytes(self) -> int:
         """Of an element of partial outputs: a2a sends the activations' type, ag_rs sums in float32."""
-        return self.weight_bytes if self.settings.comm_backend == "a2a" else _FLOAT32
+        return self.element_bytes if self.settings.comm_backend == "a2a" else _FLOAT32
 
     def _queries(self, rows: int) -> Estimate:
         others, heads = self.settings.layout.world - 1, self.heads
         projected = self.settings.project_rows is not None and rows >= self.settings.project_rows
         columns = self.model.v_head_dim if projected else self.settings.latent_width
-        gathered = others * rows * heads * self.model.record_width * self.weight_bytes
+        gathered = others * rows * heads * self.model.record_width * self.element_bytes
         partials = others * rows * heads * columns * self._partial_bytes
         if self.settings.comm_backend == "a2a":
             parts = [gathered, partials + others * rows * heads * _FLOAT32]
@@ -128,10 +134,10 @@ class DecodePolicy:
         if sparse:
             count, chosen = model.n_routed_experts, model.num_experts_per_tok
             read = count * (1 - (1 - chosen / count) ** rows) + model.n_shared_experts
-            width = read * model.moe_intermediate_size
+            width, stored = read * model.moe_intermediate_size, self.expert_bytes
         else:
-            width = model.intermediate_size
-        return 3 * model.hidden_size * width * self.weight_bytes / self.tp / self.memory_bandwidth
+            width, stored = model.intermediate_size, self.dense_bytes
+        return 3 * model.hidden_size * width * stored / self.tp / self.memory_bandwidth
 
 
 def as_table(policy: DecodePolicy, wanted: str, buckets: Sequence[tuple[int, int, int]]) -> str:

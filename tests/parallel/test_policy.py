@@ -79,6 +79,13 @@ class TestRecords:
         _, records, bulk = policy(memory=1.0).estimates(2, 4, LONG)
         assert bulk.waited == pytest.approx(records.waited * FULL / LAYERS)
 
+    def test_experts_in_fewer_bytes_are_read_sooner(self):
+        """A window is as long as the reading of a feed-forward: 8 of 256 experts and a shared one, or a dense one."""
+        narrow = replace(policy(), expert_bytes=0.5625, dense_bytes=1.0)
+        width = 3 * 6144 / 4 / 1.5e12
+        assert narrow._window(True, 1) == pytest.approx(9 * 2048 * 0.5625 * width)
+        assert narrow._window(False, 1) == pytest.approx(12_288 * width)
+
     def test_a_small_exchange_memory_does_not_make_a_path_look_cheap(self):
         """What goes in rounds still travels."""
         small = policy(exchange_bytes=10_000).estimates(8, 4, LONG)[1]
