@@ -32,10 +32,13 @@ class Line(NamedTuple):
 
 
 def cases(shared_memory: int) -> list[Case]:
-    """One format at all sizes, the others at one: bytes are in proportion. Each op's together."""
+    """One format and kind of weight at all sizes, the others at one: bytes are in proportion. Each op's together."""
     formats = record_formats()
     one = next(record for record in formats if record.name == "nvfp4_ds_mla")
-    sizes = Sizes(records=formats, rows=(4,), heads=HEADS), Sizes(records=(one,), heads=HEADS)
+    sizes = (
+        Sizes(records=formats, rows=(4,), heads=HEADS),
+        Sizes(records=(one,), heads=HEADS, weights=("fp8",)),
+    )
     found = {
         case.name: case for each in sizes for case in all_cases(replace(each, shared_memory=shared_memory))
     }

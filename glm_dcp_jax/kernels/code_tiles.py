@@ -62,16 +62,11 @@ def e2m1_parts(
 
     scales: what E4M3 can be, in float32.
     """
-    if jnp.dtype(dtype) == jnp.bfloat16:
+    if jnp.dtype(dtype) == jnp.bfloat16 and not interpret:
         scales = (scales * _SCALE_BIAS).astype(jnp.bfloat16)
-        if not interpret:
-            return [_pairs(_e2m1_pair(j), words, scales) for j in range(8)]
-    else:
-        scales = scales * _HALF_BIAS
-    halves = _e2m1_halves(words)
-    if jnp.dtype(dtype) == jnp.bfloat16:
-        return [(half * (_HALF_BIAS / _E2M1_BIAS) * scales).astype(dtype) for half in halves]
-    return [(half * scales).astype(dtype) for half in halves]
+        return [_pairs(_e2m1_pair(j), words, scales) for j in range(8)]
+    scales = scales * (_HALF_BIAS / e2m1_missing(dtype))
+    return [(half * scales).astype(dtype) for half in _e2m1_halves(words)]
 
 
 def e2m1_missing(dtype: DTypeLike) -> float:

@@ -1,12 +1,13 @@
 """Products with stored weights inside Pallas-Triton kernels: tiles of codes are decoded in the program that needs them.
 
 Codes are read in *units*, 32-bit words where sizes allow it (`encode_tiles.as_units`). A unit holds several codes: part
-j of a tile is the jth code of every unit. Parts are not woven together: part j is multiplied with every nth column of
-x, from the jth on, so that codes move from memory into a product's operand without passing between threads.
+j of a tile is the jth code of every unit. For few rows of x, parts are not woven together: part j is multiplied with
+every nth column of x, from the jth on, so that codes go from memory to where a product takes its operand without
+passing between threads as values. For many rows it is cheaper to weave the weights than to take x apart.
 
-Weights lead in every product: tensor cores take no fewer than 64 or 16 of their left side's rows, but as few as 8 or 16
-of the right side's, which a decode step's rows are. Where it has fewer still, a program cuts the inputs into slices and
-multiplies all of them with one another: of the result, the blocks where slices meet themselves are wanted.
+Weights lead in every product: of its left side, tensor cores take 16 or 64 rows at least, and of its right side, which
+a decode step's rows of x are, 16 as this compiler has it. Where there are fewer rows, a program cuts the inputs into
+slices and multiplies all of them with one another: of the result, the blocks where slices meet themselves are wanted.
 """
 
 from collections.abc import Sequence
@@ -275,7 +276,7 @@ class _Matrix(NamedTuple):
         outer = tiles.load(self.stored[2], self._matrix(1)) * code_tiles.e2m1_missing(self.form.dtype)
         return total * outer[:, None]
 
-    def _load(self, ref: jax.Ref, inputs: _Inputs, count: int) -> Shaped[Array, "lines count"]:
+    def _load(self, ref: jax.Ref, inputs: _Inputs, count: int) -> Shaped[Array, "lines units"]:
         real = inputs.real
         if self.form.outputs % self.cut.outputs:
             inside = (self.output < self.form.outputs)[:, None]

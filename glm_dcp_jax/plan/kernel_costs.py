@@ -10,14 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
+from jaxtyping import DTypeLike
 
 from glm_dcp_jax.cache.records import RecordFormat
 from glm_dcp_jax.kernels.cost import Cost
+from glm_dcp_jax.kernels.experts import cost as routed_experts
+from glm_dcp_jax.kernels.experts.tiling import tiling as experts_tiling
 from glm_dcp_jax.kernels.index_keys import cost as index_keys
 from glm_dcp_jax.kernels.index_scores import cost as index_scores
+from glm_dcp_jax.kernels.linear import cost as linear
 from glm_dcp_jax.kernels.records import cost as records
 from glm_dcp_jax.kernels.sparse_attention import cost as sparse_attention
 from glm_dcp_jax.kernels.sparse_attention.tiling import SHARED_MEMORY
+from glm_dcp_jax.kernels.weight_tiles import Form
 from glm_dcp_jax.plan.schedule import ArrayShape, Instruction
 
 _KERNEL = re.compile(r'\bname = "([\w.]+)"')
@@ -31,12 +36,25 @@ class Workload:
     visible: tokens that each request has, all of which are scored. listed: the share of its list of slots that a kernel
     finds filled: 1 where the records were exchanged, 1 / W where each rank attends over those it owns. shared_memory:
     as the engine's settings have it, since it decides how attention is cut up.
+
+    experts: of a layer, on all ranks together. each: that a row chooses. expert_ranks: that experts are split over.
+    used_experts: that a step's rows choose of one rank's; None: as many as are expected of rows that choose at random.
     """
 
     record: RecordFormat
     visible: int
     listed: float = 1.0
     shared_memory: int = SHARED_MEMORY
+    experts: int = 256
+    each: int = 8
+    expert_ranks: int = 1
+    used_experts: float | None = None
+
+    def used(self, rows: int) -> float:
+        """Experts that a rank reads in a layer."""
+        if self.used_experts is not None:
+            return self.used_experts
+        return routed_experts.expected_experts(rows, self.experts, self.each) / self.expert_ranks
 
 
 def kernel_name(instruction: Instruction) -> str | None:
@@ -118,6 +136,68 @@ def _write_index_keys(
     return index_keys.write_cost(keys.sizes[0], itemsize, workload.record.index)
 
 
+def _form(stored: Sequence[ArrayShape], x: ArrayShape) -> Form:
+    """How a weight is stored, from its operands: values; or codes in units, and scales; or these and outer scales."""
+    codes, *scales = stored
+    _, outputs, units = codes.sizes
+    if not scales:
+        dtype = jnp.promote_types(_DTYPES[x.dtype], _DTYPES[codes.dtype])
+        return Form("plain", outputs, units, 1, (outputs, units), dtype)
+    of_unit = (codes.nbytes // math.prod(codes.sizes)) * len(scales)
+    inputs = units * of_unit
+    if len(scales) == 2:
+        return Form("nvfp4", outputs, inputs, of_unit, (outputs, inputs), _DTYPES[x.dtype])
+    _, row_blocks, column_blocks = scales[0].sizes
+    block = outputs // row_blocks, inputs // column_blocks
+    return Form("fp8", outputs, inputs, of_unit, block, _DTYPES[x.dtype])
+
+
+def _linear(
+    operands: Sequence[ArrayShape], results: Sequence[ArrayShape], workload: Workload, matrices: int = 1
+) -> Cost:
+    """Operands x, group, and the weight; results: one for each program that shares an output's inputs."""
+    x, _, *stored = operands
+    of_x, of_result = (array.nbytes // math.prod(array.sizes) for array in (x, results[0]))
+    return linear.cost(x.sizes[0], _form(stored, x), matrices, of_x, of_result, _plain_dtype(stored))
+
+
+def _gated_linear(operands: Sequence[ArrayShape], results: Sequence[ArrayShape], workload: Workload) -> Cost:
+    """As of `_linear`, with gate and up."""
+    return _linear(operands, results, workload, matrices=2)
+
+
+def _experts_gate_up(
+    operands: Sequence[ArrayShape], results: Sequence[ArrayShape], workload: Workload
+) -> Cost:
+    """Operands the plan of tiles, each assignment's expert, group, x, and gate and up."""
+    _, chosen, _, x, *stored = operands
+    rows, form = x.sizes[0], _form(stored, x)
+    each, itemsize = chosen.sizes[0] // rows, jnp.dtype(_DTYPES[x.dtype]).itemsize
+    cut = experts_tiling(rows, each, workload.experts // workload.expert_ranks, form, form)
+    used = workload.used(rows)
+    return routed_experts.gate_up_cost(rows, each, form, cut, used, itemsize, _plain_dtype(stored))
+
+
+def _experts_down(operands: Sequence[ArrayShape], results: Sequence[ArrayShape], workload: Workload) -> Cost:
+    """Operands the plan, experts, group, turn, inner values, the router's weights, and down.
+
+    results: one turn's outputs.
+    """
+    _, chosen, _, _, x, _, *stored = operands
+    form, assignments = _form(stored, x), chosen.sizes[0]
+    rows = assignments // workload.each
+    cut = experts_tiling(rows, workload.each, workload.experts // workload.expert_ranks, form, form)
+    form = form._replace(outputs=results[0].sizes[1])
+    itemsize = jnp.dtype(_DTYPES[x.dtype]).itemsize
+    used = workload.used(rows)
+    return routed_experts.down_cost(assignments, form, cut, used, itemsize, _plain_dtype(stored))
+
+
+def _plain_dtype(stored: Sequence[ArrayShape]) -> DTypeLike:
+    """Of a weight that is not quantised."""
+    return _DTYPES.get(stored[0].dtype, jnp.bfloat16)
+
+
 def _all_of_it(operands: Sequence[ArrayShape], results: Sequence[ArrayShape], workload: Workload) -> Cost:
     """Kernels of top-k read all their operands; `topk.cost` adds them up."""
     return Cost(sum(array.nbytes for array in operands), sum(array.nbytes for array in results))
@@ -131,6 +211,10 @@ _COSTS = {
     "unpack_records": _pack,
     "write_records": _write_records,
     "write_index_keys": _write_index_keys,
+    "linear": _linear,
+    "gated_linear": _gated_linear,
+    "experts_gate_up": _experts_gate_up,
+    "experts_down": _experts_down,
     "topk_count": _all_of_it,
     "topk_gather": _all_of_it,
 }

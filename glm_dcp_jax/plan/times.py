@@ -6,10 +6,11 @@ xla       XLA's own model of a fusion, which it writes into the text (`Instructi
           "performance" understands matrix products best: its memory time is their operands' and results' over the
           bandwidth, where "indexing-cost-model" counts weights twice and "experimental-gemm-cost-model" follows the
           default tiling that a real GPU's autotuning replaces. Its compute time is left out there, since it counts
-          ordinary multiply-adds, not tensor cores. Other fusions take the smaller of "performance" and
-          "indexing-cost-model": the first counts what Triton keeps in registers as computed and read again and again
-          (3.6 ms for the norm of 4 rows). "sol" is not used: it is a constant for small fusions, and unknown to some
-          GPUs.
+          ordinary multiply-adds, not tensor cores. Of small products for each head it reads the weights again for every
+          row, 14 us in place of 1: there "indexing-cost-model" has the smaller total, which counts. Other fusions take
+          the smaller of "performance" and "indexing-cost-model": the first counts what Triton keeps in registers as
+          computed and read again and again (3.6 ms for the norm of 4 rows). "sol" is not used: it is a constant for
+          small fusions, and unknown to some GPUs.
 declared  the cost that our kernel declares (kernel_costs.py): bytes over the bandwidth, or multiply-adds over the
           data sheet's rate of bfloat16 products, whichever is longer.
 bytes     operands and results over the bandwidth: copies, sorts, library calls, fusions that XLA did not model.
@@ -27,9 +28,12 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from glm_dcp_jax.kernels.cost import Cost
+from glm_dcp_jax.kernels.experts.cost import expected_experts
 from glm_dcp_jax.plan.gpus import Target
 from glm_dcp_jax.plan.kernel_costs import Workload, declared_cost, kernel_name
 from glm_dcp_jax.plan.schedule import Instruction, arrays_of, shape_bytes
+
+__all__ = ["Basis", "Estimate", "Times", "expected_experts", "xla_seconds"]
 
 Basis = Literal["xla", "declared", "bytes", "nothing", "unknown"]
 
@@ -41,17 +45,19 @@ _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _LIBRARY = re.compile(r"cublas|cub_sort|TopK|__gpu\$xla\.gpu\.ext", re.IGNORECASE)
 _WORKSPACE = re.compile(r", s8\[\d+\](?:\{[\d,]*\})?\)$")
 """cuBLAS's scratch memory, the last of its results."""
-_NAMES_FOR_DATA = set(
+NAMES_FOR_DATA = set(
     "parameter constant tuple get-tuple-element bitcast after-all add-dependency opt-barrier partition-id replica-id"
     " copy-done".split()
 )
+"""Instructions that take no time."""
 
 
 class Estimate(NamedTuple):
-    """A modelled time in seconds, and what it rests on."""
+    """A modelled time in seconds, and what it rests on. added: part of it, because no kernel takes less than that."""
 
     seconds: float
     basis: Basis
+    added: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -74,12 +80,13 @@ class Times:
 
     def of(self, instruction: Instruction, shapes: Mapping[str, str]) -> Estimate:
         """One run of an instruction that is no loop, branch, call or collective. shapes: of its operands, by name."""
-        if instruction.opcode in _NAMES_FOR_DATA:
+        if instruction.opcode in NAMES_FOR_DATA:
             return Estimate(0.0, "nothing")
         estimate = self._modelled(instruction, shapes)
         if estimate.basis in ("nothing", "unknown"):
             return estimate
-        return estimate._replace(seconds=max(estimate.seconds, self.least_seconds))
+        added = max(self.least_seconds - estimate.seconds, 0.0)
+        return estimate._replace(seconds=estimate.seconds + added, added=added)
 
     def _modelled(self, instruction: Instruction, shapes: Mapping[str, str]) -> Estimate:
         if (seconds := xla_seconds(instruction)) is not None:
@@ -118,12 +125,7 @@ class Times:
 def xla_seconds(instruction: Instruction) -> float | None:
     """XLA's estimate of a fusion, by the model that suits it; None where it has none. See the top of this file."""
     modelled = instruction.modelled_times
+    known = {model: modelled[model].total_us for model in _FUSIONS if model in modelled}
     if "performance" in modelled and _GEMM.search(instruction.attributes):
-        return modelled["performance"].memory_us * 1e-6
-    known = [modelled[model].total_us for model in _FUSIONS if model in modelled]
-    return min(known) * 1e-6 if known else None
-
-
-def expected_experts(rows: int, experts: int, each: int) -> float:
-    """How many of the experts `rows` rows choose among them, if each row chooses `each` of them at random."""
-    return experts * (1 - (1 - each / experts) ** rows)
+        known["performance"] = modelled["performance"].memory_us
+    return min(known.values()) * 1e-6 if known else None

@@ -25,6 +25,8 @@ class Sizes:
     tokens: of the context, and slots of a pool's layer. full_layers: those with an indexer. shared_layers: planes that
     travel together. prefill: rows of a chunk that is written. pool_bytes: what one pool of records may take. calls:
     most calls of an op in an iteration of a timing loop. shared_memory: of a program of attention on the GPU, in bytes.
+    weights: their kinds. hidden, expert_width: of the network, and of one of 8 ranks' part of an expert. experts,
+    experts_each: of a layer, and that a row chooses.
     """
 
     records: tuple[RecordFormat, ...]
@@ -39,6 +41,11 @@ class Sizes:
     pool_bytes: int = 3072 * MIB
     calls: int = 16
     shared_memory: int = SHARED_MEMORY
+    weights: tuple[str, ...] = ("plain", "fp8", "nvfp4")
+    hidden: int = 6144
+    expert_width: int = 256
+    experts: int = 256
+    experts_each: int = 8
 
     @property
     def group(self) -> int:
@@ -73,6 +80,10 @@ def tiny_sizes() -> Sizes:
         prefill=8,
         pool_bytes=MIB // 2,
         calls=2,
+        hidden=192,
+        expert_width=64,
+        experts=4,
+        experts_each=2,
     )
 
 

@@ -56,3 +56,14 @@ def spoilt(weight: Weight, *index) -> Weight:
 
 def silu(x: np.ndarray) -> np.ndarray:
     return x / (1.0 + np.exp(-x))
+
+
+def expert_by_expert(x, expert_ids, weights, gate_up, down) -> np.ndarray:
+    """[T, H] float64: every assignment's expert applied to its row, one at a time."""
+    x, weights, gate_up, down = (np.asarray(part, np.float64) for part in (x, weights, gate_up, down))
+    total = np.zeros_like(x)
+    for row, chosen in enumerate(expert_ids):
+        for place, expert in enumerate(chosen):
+            gate, up = gate_up[expert, 0] @ x[row], gate_up[expert, 1] @ x[row]
+            total[row] += weights[row, place] * (down[expert] @ (silu(gate) * up))
+    return total

@@ -9,13 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import SingleDeviceSharding
+from stored_weights import expert_by_expert
 
 from glm_dcp_jax.kernels.experts import reference, routed_experts, tile_plan
+from glm_dcp_jax.kernels.weights import PlainWeight, Weight
 
 # rows, experts per row, experts, hidden, width; few shapes, because jax compiles each.
 SHAPES = [(1, 1, 1, 3, 2), (1, 4, 8, 8, 4), (6, 2, 4, 8, 6), (40, 3, 5, 4, 7), (70, 1, 2, 6, 3)]
 
-compute = jax.jit(routed_experts)
+
+@jax.jit
+def compute(x, expert_ids, weights, gate_up, down) -> jax.Array:
+    return routed_experts(x, expert_ids, weights, PlainWeight(gate_up), PlainWeight(down))
 
 
 def other_platforms_branch(*arguments, default, **branches):
@@ -27,22 +32,7 @@ def other_platforms_branch(*arguments, default, **branches):
 def compute_elsewhere(*arguments: jax.Array) -> jax.Array:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax.lax, "platform_dependent", other_platforms_branch)
-        return routed_experts(*arguments)
-
-
-def silu(x: np.ndarray) -> np.ndarray:
-    return x / (1.0 + np.exp(-x))
-
-
-def expert_by_expert(x, expert_ids, weights, gate_up, down) -> np.ndarray:
-    """[T, H] float64: every assignment's expert applied to its row, one at a time."""
-    x, weights, gate_up, down = (np.asarray(part, np.float64) for part in (x, weights, gate_up, down))
-    total = np.zeros_like(x)
-    for row, chosen in enumerate(expert_ids):
-        for place, expert in enumerate(chosen):
-            gate, up = gate_up[expert, 0] @ x[row], gate_up[expert, 1] @ x[row]
-            total[row] += weights[row, place] * (down[expert] @ (silu(gate) * up))
-    return total
+        return compute.__wrapped__(*arguments)
 
 
 def random_weights(shape: tuple[int, ...], seed: int, dtype: type = np.float32) -> tuple[np.ndarray, ...]:
@@ -65,7 +55,7 @@ def routings(draw: st.DrawFn) -> tuple[tuple[int, ...], np.ndarray]:
     return shape, np.array(ids, np.int32).reshape(rows, chosen)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(routings(), st.integers(0, 2**32 - 1))
 def test_any_routing_gives_what_its_experts_give(
     routing: tuple[tuple[int, ...], np.ndarray], seed: int
@@ -210,7 +200,7 @@ def test_the_known_number_of_tiles_is_far_from_every_expert(
     chosen, experts, hidden, width = 4, 64, 48, 20
     plan = tile_plan(rows * chosen, experts)
     work = compiled_work(
-        lambda *arguments: routed_experts(*arguments),
+        lambda *arguments: compute.__wrapped__(*arguments),
         ((rows, hidden), dtype),
         ((rows, chosen), np.int32),
         ((rows, chosen), np.float32),
@@ -233,17 +223,17 @@ def test_the_known_number_of_tiles_is_far_from_every_expert(
 def test_only_chosen_experts_are_computed(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What really runs on the CPU: every chosen expert once, on its own rows, rounded up to whole tiles."""
     runs = []
-    own = reference._expert
+    own = reference.gated
 
-    def counted(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+    def counted(x: jax.Array, gate_up: Weight) -> jax.Array:
         jax.debug.callback(lambda: runs.append(len(x)))
-        return own(x, gate_up, down)
+        return own(x, gate_up)
 
-    monkeypatch.setattr(reference, "_expert", counted)
+    monkeypatch.setattr(reference, "gated", counted)
     shape = (rows, 4, 64, 12, 5)
     x, weights, gate_up, down = random_weights(shape, 6)
     expert_ids = np.random.default_rng(7).integers(0, 64, (rows, 4)).astype(np.int32)
-    jax.block_until_ready(jax.jit(lambda *a: routed_experts(*a))(x, expert_ids, weights, gate_up, down))
+    jax.block_until_ready(jax.jit(lambda *a: compute.__wrapped__(*a))(x, expert_ids, weights, gate_up, down))
     jax.effects_barrier()
     tile_rows = tile_plan(rows * 4, 64).tile_rows
     assert sum(runs) == sum(-(-np.bincount(expert_ids.ravel()) // tile_rows)) * tile_rows

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from glm_dcp_jax.kernels.dispatch import Backend, dispatch
@@ -35,6 +36,8 @@ def routed_experts(
     expert_ids, group = int32("expert_ids", expert_ids), int32("group", group)
     first_expert = int32("first_expert", first_expert)
     _check(x, expert_ids, weights, gate_up, down, group, first_expert)
+    if expert_ids.size == 0:
+        return jnp.zeros(x.shape, jnp.float32)
     parts, structure = jax.tree.flatten((gate_up, down))
 
     def whole(op: Callable[..., Array]) -> Callable[..., Array]:

@@ -2,13 +2,15 @@
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
+
 from glm_dcp_jax.kernels import tiles
 from glm_dcp_jax.kernels.experts.tile_plan import tile_bound
 from glm_dcp_jax.kernels.linear.tiling import FEW_ROWS, cut_of
 from glm_dcp_jax.kernels.row_blocks import WORKSPACE_BYTES
 from glm_dcp_jax.kernels.weight_tiles import Cut, Form
 
-_MOST_ROWS = 64
+_MOST_ROWS, _MOST_FLOAT32_ROWS = 64, 32
 
 
 class Tiling(NamedTuple):
@@ -32,7 +34,8 @@ def tiling(rows: int, each: int, experts: int, gate_up: Form, down: Form) -> Til
     """
     assignments = rows * each
     share = -(-assignments // experts)
-    tile = min(tiles.next_power(max(share, min(rows, FEW_ROWS), 4)), _MOST_ROWS)
+    most = _MOST_FLOAT32_ROWS if jnp.dtype(gate_up.dtype) == jnp.float32 else _MOST_ROWS
+    tile = min(tiles.next_power(max(share, min(rows, FEW_ROWS), 4)), most)
     bound = tile_bound(assignments, experts, tile)
     inner = cut_of(tile, bound, gate_up, matrices=2, split=False)
     outer = cut_of(tile, bound, down, matrices=1, sliced=False, split=False)

@@ -34,7 +34,7 @@ def routed_experts(
     """See the op."""
     *_, experts, _, width, hidden = shape_of(gate_up)
     rows, each = expert_ids.shape
-    if 0 in (rows, each, experts, width, hidden):
+    if 0 in (experts, width, hidden):
         return jnp.zeros((rows, hidden), jnp.float32)
     inner_form, outer_form = (weight_tiles.form_of(weight, x.dtype) for weight in (gate_up, down))
     cut = tiling(rows, each, experts, inner_form, outer_form)
@@ -113,8 +113,11 @@ class _Product:
         """Outputs `block`, as block `place` of out."""
         line = jnp.arange(self.cut.outputs)[:, None]
         output, column = (number * self.cut.outputs + line for number in (block, place))
-        mask = (output < self.form.outputs) & (assignment >= 0)[None, :]
-        tiles.store(out, assignment[None, :], column, value=total.astype(out.dtype), mask=mask)
+        real = assignment >= 0
+        # Places that hold nothing lie past the end: interpreted, they would write back what another has just replaced.
+        row = jnp.where(real, assignment, out.shape[0])[None, :]
+        mask = (output < self.form.outputs) & real[None, :]
+        tiles.store(out, row, column, value=total.astype(out.dtype), mask=mask)
 
 
 def _gate_up(

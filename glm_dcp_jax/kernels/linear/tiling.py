@@ -34,18 +34,28 @@ def cut_of(
     if rows > _MANY_ROWS:
         if matrices > 1:  # decoded, they take twice the registers
             columns = max(columns // 2, tiles.MIN_PRODUCT * form.codes)
-        return Cut(128 // matrices, rows, columns, warps=8, stages=2, matrices=matrices, woven=True)
+        return Cut(
+            128 // matrices, rows, columns, warps=8, stages=1 + matrices, matrices=matrices, woven=True
+        )
     if rows > FEW_ROWS:
         stages = 3 if matrices == 1 else 2
         cut = Cut(64, rows, columns, warps=4, stages=stages, matrices=matrices, woven=True)
     else:
         slices = _slices(rows, form, columns) if sliced else 1
         # Two warps: with four, Hopper and Blackwell would take products that run beside, and wait for each.
-        cut = Cut(64 // slices, FEW_ROWS // slices, columns, slices, warps=2, stages=4, matrices=matrices)
-        if matrices > 1:
-            cut = cut._replace(stages=3)
+        cut = Cut(64 // slices, FEW_ROWS // slices, columns, slices, warps=2, matrices=matrices)
     programs = -(-form.outputs // cut.outputs) * row_tiles
-    return cut._replace(splits=_splits(cut, programs, form)) if split else cut
+    if split:
+        cut = cut._replace(splits=_splits(cut, programs, form))
+    return cut if rows > FEW_ROWS else cut._replace(stages=_stages(cut, programs * cut.splits, form))
+
+
+def _stages(cut: Cut, programs: int, form: Form) -> int:
+    """Steps under way, which hide the memory's latency: more where a multiprocessor has one program to itself."""
+    alone = programs <= _MORE_PROGRAMS
+    if cut.matrices > 1:
+        return 5 if alone else 3
+    return 8 if alone else 6 if form.kind == "nvfp4" else 4
 
 
 def _slices(rows: int, form: Form, columns: int) -> int:
