@@ -1,7 +1,7 @@
 """What can be known about GPUs without having them: compiling for them, and reading what the compiler wrote.
 
 `compile_for(function, "8xH200", *shapes)` runs all of XLA's GPU compiler for GPUs that are not here;
-docs/ahead-of-time.md shows how.
+docs/ahead-of-time.md shows how. `python -m glm_dcp_jax.plan` says what a model needs there (docs/planner.md).
 """
 
 from glm_dcp_jax.plan.compile import Compiled, Memory, compile_for, compile_lowered

@@ -13,10 +13,11 @@ from glm_dcp_jax.config.engine import COMM_BACKENDS, RECORD_FORMATS, TRANSPORTS
 from glm_dcp_jax.config.flags import in_flags
 from glm_dcp_jax.kernels.sparse_attention import MOST_ROWS
 from glm_dcp_jax.parallel.link import Link
-from glm_dcp_jax.plan import glm52
-from glm_dcp_jax.plan.decode_schedule import LAYERS, MOST_DRAFTS, NOTE, PATHS, DecodeStep, report
+from glm_dcp_jax.plan.decode_schedule import MOST_DRAFTS, NOTE, PATHS, DecodeStep, report
 from glm_dcp_jax.plan.gpus import known_gpus, target
 from glm_dcp_jax.plan.link import LINKS, default_link, parse_link
+from glm_dcp_jax.plan.planned_step import LAYERS
+from glm_dcp_jax.plan.shortened import said
 
 MOST_KERNEL_US = 1e6
 _SPELLED = {
@@ -118,11 +119,7 @@ def _path(step: DecodeStep, command: Command) -> dict[str, Any]:
 def _layers(step: DecodeStep) -> str:
     if step.layers == "full":
         return f"all 78 were compiled, as {step.blueprint.segments} programs"
-    first, last = glm52.MIDDLE
-    return (
-        f"{glm52.SHORT_LAYERS} were compiled; the group of layers {first} to {last} counts {glm52.MIDDLE_COUNTS} "
-        "times, for 78 in all"
-    )
+    return said(step.planned.part, step.model)
 
 
 def _paths(words: Sequence[str]) -> tuple[str, ...]:

@@ -14,35 +14,24 @@ from glm_dcp_jax.config import CacheConfig, ConfigError, EngineConfig, ModelConf
 from glm_dcp_jax.config.engine import at_least, one_of
 from glm_dcp_jax.engine.blueprint import Blueprint
 from glm_dcp_jax.engine.formats import Formats
-from glm_dcp_jax.engine.steps import BlockShape, StepShape
 from glm_dcp_jax.kernels.sparse_attention import MOST_ROWS
+from glm_dcp_jax.model.stored_weights import ALL_PLAIN
 from glm_dcp_jax.parallel.link import Link
-from glm_dcp_jax.parallel.mesh import make_mesh
 from glm_dcp_jax.plan import glm52
-from glm_dcp_jax.plan.compile import Compiled, compile_lowered
-from glm_dcp_jax.plan.exposure import (
-    PURPOSES,
-    Played,
-    Timeline,
-    Weight,
-    layer_span,
-    one_after_the_other,
-    play,
-)
-from glm_dcp_jax.plan.gpus import Target, devices
-from glm_dcp_jax.plan.kernel_costs import Workload
+from glm_dcp_jax.plan.bytes_read import Program
+from glm_dcp_jax.plan.compile import Compiled
+from glm_dcp_jax.plan.exposure import PURPOSES, Played, Timeline
+from glm_dcp_jax.plan.gpus import Target
+from glm_dcp_jax.plan.planned_step import PlannedStep, check_layers
 from glm_dcp_jax.plan.schedule import Schedule
-from glm_dcp_jax.plan.times import Times, expected_experts
 
 PATHS = ("queries", "records", "bulk")
-LAYERS = ("short", "full")
 MOST_DRAFTS = 7
 
 NOTE = (
     "All times are modelled: XLA's estimates, our kernels' declared costs, bytes over bandwidth, and the stated link. "
     "Nothing was measured."
 )
-_AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
 _SCHEDULER_SHARE = 0.8
 """XLA's latency-hiding scheduler works within this share of the device's memory, less arguments and results."""
 
@@ -73,17 +62,15 @@ class DecodeStep:
 
     def __post_init__(self) -> None:
         one_of("--path", self.path, PATHS)
-        one_of("--layers", self.layers, LAYERS)
         at_least("--mtp", self.drafts, 0, MOST_DRAFTS)
         at_least("--concurrency", self.requests, 1, MOST_ROWS // self.rows)
         at_least("--context", self.context, self.rows, self.model.max_position_embeddings)
-        if self.layers == "short" and self.segments not in (None, 1):
-            raise ConfigError(f"--segments {self.segments} needs all layers; add --layers full")
         if self.tp > self.target.count:
             raise ConfigError(f"--tp {self.tp} needs {self.tp} GPUs, but the target is {self.target}")
         if self.dcp == 1:
             raise ConfigError("--dcp 1 leaves nothing to exchange; use 2 or more")
         self._check_cache()
+        check_layers(self.layers, self.segments)
 
     @property
     def rows(self) -> int:
@@ -92,8 +79,8 @@ class DecodeStep:
 
     @cached_property
     def model(self) -> ModelConfig:
-        """GLM-5.2, all of it or shortened."""
-        return glm52.glm52() if self.layers == "full" else glm52.short_glm52()
+        """GLM-5.2."""
+        return glm52.glm52()
 
     @cached_property
     def config(self) -> EngineConfig:
@@ -105,55 +92,38 @@ class DecodeStep:
             dcp_decode_path=self.path,
             dcp_transport=self.transport,
             dcp_indexer_shards=self.indexer_shards,
-            step_segments=1 if self.layers == "short" else self.segments,
+            step_segments=self.segments,
         )
         cache = CacheConfig(cp_kv_cache_interleave_size=self.interleave, kv_cache_dtype=self.kv_cache_dtype)
         return EngineConfig("GLM-5.2", parallel, cache, dtype=self.model.dtype)
 
     @cached_property
-    def gpus(self) -> list[Any]:
-        """The devices that are compiled for."""
-        return list(devices(self.target))[: self.tp]
+    def planned(self) -> PlannedStep:
+        """The step as any engine's."""
+        return PlannedStep(
+            self.target,
+            self.config,
+            self.model,
+            ALL_PLAIN,
+            self.requests,
+            self.rows,
+            self.context,
+            self.layers,
+        )
 
-    @cached_property
+    @property
     def blueprint(self) -> Blueprint:
         """The engine as shapes."""
-        return Blueprint(self.config, self.model, make_mesh(self.config.parallel, self.gpus))
-
-    @cached_property
-    def workload(self) -> Workload:
-        """What our kernels' costs depend on beside their shapes."""
-        return Workload(
-            self.blueprint.record,
-            self.context,
-            listed=1 / self.dcp if self.path == "queries" else 1.0,
-            shared_memory=self.blueprint.steps.settings.shared_memory,
-        )
+        return self.planned.blueprint
 
     def compile(self) -> tuple[Compiled, ...]:
         """The step's programs through all of XLA's GPU compiler: about a minute of one core for 14 layers."""
-        steps, pages = self.blueprint.steps, self.blueprint.layout.pages_for(self.context)
-        block = BlockShape("decode", self.requests, self.rows, pages)
-        shape = StepShape((block,), block.total_rows)
-        pools = self.blueprint.pools(self.requests * pages + 1)
-        lowered = steps.lower(shape, self.blueprint.parameters(), pools)
-        return tuple(compile_lowered(program, self.gpus, steps.compiler_options) for program in lowered)
+        return self.planned.compile()
 
     def timeline(self, schedules: Sequence[Schedule], link: Link, least_seconds: float = 0.0) -> Timeline:
         """The modelled step of these programs. least_seconds: what any kernel takes at least."""
-        rows, model = self.requests * self.rows, self.model
-        experts = expected_experts(rows, model.n_routed_experts, model.num_experts_per_tok)
-        return one_after_the_other(
-            play(
-                schedule,
-                Times.on(self.target, self.workload, least_seconds),
-                link,
-                at_once=self.blueprint.steps.compiler_options.get(_AT_ONCE, 1),
-                unknown_trips=experts,
-                weight=self._weight(schedule),
-            )
-            for schedule in schedules
-        )
+        programs = [Program(schedule, weight=self.planned.weight(schedule)) for schedule in schedules]
+        return self.planned.timeline(programs, link, least_seconds)
 
     def _check_cache(self) -> None:
         """Raise ConfigError, besides those of the engine's own flags, for requests whose cache the GPUs cannot hold."""
@@ -161,18 +131,12 @@ class DecodeStep:
         layout = Layout(cache.block_size, self.dcp, self.interleave, self.indexer_shards)
         record = Formats.of(self.config, self.model, on_cpu=False).record
         pages = self.requests * layout.pages_for(self.context) + 1
-        needed, there = pages * page_bytes(glm52.glm52(), layout, record), self.target.memory_bytes
+        needed, there = pages * page_bytes(self.model, layout, record), self.target.memory_bytes
         if needed > there:
             raise ConfigError(
                 f"--concurrency {self.requests} of --context {self.context} needs a cache of {needed / GIB:,.1f} GiB "
                 f"on each GPU, which has {there / GIB:,.1f} GiB; lower one of them, or raise --dcp"
             )
-
-    def _weight(self, schedule: Schedule) -> Weight:
-        if self.layers == "full":
-            return lambda position: 1.0
-        middle = layer_span(schedule, *glm52.MIDDLE)
-        return lambda position: float(glm52.MIDDLE_COUNTS) if position in middle else 1.0
 
 
 def report(step: DecodeStep, programs: Iterable[Compiled], timeline: Timeline) -> dict[str, Any]:

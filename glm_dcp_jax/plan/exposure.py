@@ -10,7 +10,7 @@ about them. That each stream slows the other down is not in the model.
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from glm_dcp_jax.parallel.link import Link
@@ -23,6 +23,7 @@ PURPOSES = (
     "embed",
     TP_ALL_REDUCE,
     "head",
+    "mtp_join",
     "full_exchange",
     "shared_exchange",
     "query_gather",
@@ -32,6 +33,15 @@ PURPOSES = (
     OTHER,
 )
 """What collectives are for: named scopes of the network and of the attention paths, and `other` outside of them."""
+
+PartOf = Callable[[str, Instruction], str]
+"""What an instruction of a computation (its name) belongs to, for sums of time."""
+
+
+def no_parts(computation: str, instruction: Instruction) -> str:
+    """All of a program is one part."""
+    return OTHER
+
 
 Weight = Callable[[int], float]
 """How often a step runs each instruction of the entry, by its position, for each time that the program runs it."""
@@ -55,13 +65,17 @@ class Played(NamedTuple):
 class Timeline:
     """A step, modelled. All sums are over a step, `times` counted.
 
-    compute: seconds of compute by what the estimate rests on. kernels: how many instructions take time. overflow:
-    collectives of branches that were not taken. overflow_seconds: what taking these would add. unknown: instructions
-    without a model, which took no time. assumed_trips: loops of unknown length, and how often they were taken to run.
+    compute: seconds of compute by what the estimate rests on. by_part: the same by what instructions belong to, without
+    `launches`: what kernels take longer because each takes a least time. kernels: how many instructions take time.
+    overflow: collectives of branches that were not taken. overflow_seconds: what taking these would add. unknown:
+    instructions without a model, which took no time. assumed_trips: loops of unknown length, and how often they were
+    taken to run.
     """
 
     exchanges: list[Played] = field(default_factory=list)
     compute: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    by_part: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    launches: float = 0.0
     kernels: float = 0.0
     overflow: list[Played] = field(default_factory=list)
     overflow_seconds: float = 0.0
@@ -91,6 +105,7 @@ def play(
     at_once: int = 1,
     unknown_trips: float = 1.0,
     weight: Weight = lambda position: 1.0,
+    part_of: PartOf = no_parts,
 ) -> Timeline:
     """The timeline of one run of the program.
 
@@ -99,7 +114,7 @@ def play(
     compiler does not know. Of a conditional's branches the quickest is taken; what the longest would add is kept apart,
     with one turn of its loops of unknown length.
     """
-    player = _Player(_Program.of(schedule), times, link, at_once, unknown_trips)
+    player = _Player(_Program.of(schedule, part_of), times, link, at_once, unknown_trips)
     player.run(schedule.entry.name, weight)
     return player.timeline
 
@@ -111,12 +126,29 @@ def one_after_the_other(timelines: Iterable[Timeline]) -> Timeline:
         whole.exchanges += each.exchanges
         for basis, seconds in each.compute.items():
             whole.compute[basis] += seconds
+        for part, seconds in each.by_part.items():
+            whole.by_part[part] += seconds
+        whole.launches += each.launches
         whole.kernels += each.kernels
         whole.overflow += each.overflow
         whole.overflow_seconds += each.overflow_seconds
         whole.unknown |= each.unknown
         whole.assumed_trips |= each.assumed_trips
     return whole
+
+
+def times_over(timeline: Timeline, times: float) -> Timeline:
+    """The timeline of a program that a step runs so many times."""
+    return replace(
+        timeline,
+        exchanges=[each._replace(times=times * each.times) for each in timeline.exchanges],
+        compute=defaultdict(float, {basis: times * each for basis, each in timeline.compute.items()}),
+        by_part=defaultdict(float, {part: times * each for part, each in timeline.by_part.items()}),
+        launches=times * timeline.launches,
+        kernels=times * timeline.kernels,
+        overflow=[each._replace(times=times * each.times) for each in timeline.overflow],
+        overflow_seconds=times * timeline.overflow_seconds,
+    )
 
 
 def purpose_of(instruction: Instruction) -> str:
@@ -151,13 +183,14 @@ class _Program(NamedTuple):
 
     schedule: Schedule
     collectives: dict[str, dict[int, Collective]]
+    part_of: PartOf
 
     @staticmethod
-    def of(schedule: Schedule) -> "_Program":
+    def of(schedule: Schedule, part_of: PartOf) -> "_Program":
         by_start: dict[str, dict[int, Collective]] = defaultdict(dict)
         for found in schedule.collectives:
             by_start[found.computation][found.start] = found
-        return _Program(schedule, by_start)
+        return _Program(schedule, by_start, part_of)
 
 
 class _Player:
@@ -184,7 +217,7 @@ class _Player:
             if position in under_way:
                 self._wait(*under_way.pop(position), computation, weight)
             elif position not in starts:
-                self._compute(instruction, shapes, weight(position))
+                self._compute(name, instruction, shapes, weight(position))
 
     def _wait(self, collective: Collective, number: int, computation: Computation, weight: Weight) -> None:
         exposed = max(self.wire.end(number) - self.clock, 0.0)
@@ -200,7 +233,9 @@ class _Player:
             )
         )
 
-    def _compute(self, instruction: Instruction, shapes: dict[str, str], weight: float) -> None:
+    def _compute(
+        self, computation: str, instruction: Instruction, shapes: dict[str, str], weight: float
+    ) -> None:
         if instruction.opcode == "while":
             self._loop(instruction, weight)
         elif instruction.opcode == "conditional":
@@ -209,12 +244,15 @@ class _Player:
             for called, _ in calls(instruction):
                 self.run(called, lambda _: weight)
         else:
-            seconds, basis = self.times.of(instruction, shapes)
+            seconds, basis, added = self.times.of(instruction, shapes)
             self.clock += seconds
             if basis == "unknown":
                 self.timeline.unknown.add(_title(instruction))
             elif basis != "nothing":
+                part = self.program.part_of(computation, instruction)
                 self.timeline.compute[basis] += weight * seconds
+                self.timeline.by_part[part] += weight * (seconds - added)
+                self.timeline.launches += weight * added
                 self.timeline.kernels += weight
 
     def _loop(self, instruction: Instruction, weight: float) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 from glm_dcp_jax.config import ModelConfig
 
 _GROUP = ["full", "shared", "shared", "shared"]
-_LONE, _GROUPS, _SHORT_GROUPS, _DENSE = 2, 19, 3, 3
+_LONE, _GROUPS, _DENSE = 2, 19, 3
 
 CONFIG: dict[str, Any] = {
     "model_type": "glm_moe_dsa",
@@ -36,29 +36,13 @@ CONFIG: dict[str, Any] = {
     "rope_parameters": {"rope_theta": 8_000_000, "rope_type": "default"},
     "max_position_embeddings": 1_048_576,
     "rms_norm_eps": 1e-5,
+    "num_nextn_predict_layers": 1,
+    "index_share_for_mtp_iteration": True,
     "eos_token_id": [154_820, 154_827, 154_829],
 }
 """The published config.json; what this engine does not read is left out."""
-
-SHORT_LAYERS = _LONE + len(_GROUP) * _SHORT_GROUPS
-MIDDLE = (_LONE + len(_GROUP), _LONE + 2 * len(_GROUP) - 1)
-"""First and last layer of the shortened model's middle group, in which every layer has experts as in 18 of the 19."""
-MIDDLE_COUNTS = 1 + _GROUPS - _SHORT_GROUPS
-"""How many groups of the full model the middle one stands for."""
 
 
 def glm52() -> ModelConfig:
     """All 78 layers."""
     return ModelConfig.from_hf(CONFIG)
-
-
-def short_glm52() -> ModelConfig:
-    """The first 14 layers: two lone Full layers, a group that begins with a dense one, and two groups with experts."""
-    return ModelConfig.from_hf(
-        CONFIG
-        | {
-            "num_hidden_layers": SHORT_LAYERS,
-            "indexer_types": CONFIG["indexer_types"][:SHORT_LAYERS],
-            "mlp_layer_types": CONFIG["mlp_layer_types"][:SHORT_LAYERS],
-        }
-    )

@@ -1,7 +1,7 @@
 """GPUs that need not be here: their data sheets, and jax devices to compile for.
 
 targets/*.txtpb are XLA's descriptions (GpuTargetConfigProto as text) with figures from data sheets. A GPU is added by
-adding its file.
+adding its file; one that is not among them is named by a file of one's own.
 """
 
 import re
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from importlib.util import find_spec
+from pathlib import Path
 
 import jax
 from jax.experimental import topologies
@@ -20,6 +21,8 @@ MAX_COUNT = 8
 """GPUs of one host, which is what a target describes."""
 
 _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
+_SUFFIX = ".txtpb"
+_FIELDS = ("device_memory_size", "memory_bandwidth", "shared_memory_per_block_optin", "core_count")
 _TEXTS = resources.files(__package__) / "targets"
 
 
@@ -50,14 +53,21 @@ def known_gpus() -> list[str]:
     return sorted(stem.upper().replace("_", "-") for stem in stems)
 
 
-def target(name: str) -> Target:
+def target(name: str, count: int = 0) -> Target:
     """A target by name: "8xH200", "4xrtx-pro-6000"; case does not matter, and spaces and `_` are as good as `-`.
 
-    Raises ConfigError, which lists what is known, for any other name and for counts that are not 1 to 8.
+    In place of the GPU's name may be the file of a description, which ends in .txtpb: "8xdir/b300.txtpb". count: how
+    many GPUs a file that is named alone describes; 0 where it must not be.
+
+    Raises ConfigError, which lists what is known, for any other name, for counts that are not 1 to 8, and for files
+    that cannot be read or lack something.
     """
     allowed = (
-        f"use COUNTxGPU, as in 8xH200, with a count of 1 to {MAX_COUNT} and one of {', '.join(known_gpus())}"
+        f"use COUNTxGPU, as in 8xH200, with a count of 1 to {MAX_COUNT} and one of {', '.join(known_gpus())}, or the "
+        "path of a description that ends in .txtpb"
     )
+    if name.strip().endswith(_SUFFIX):
+        return _from_file(name.strip(), count, allowed)
     found = re.fullmatch(r"(\d+)\s*x\s*(\w.*)", name.strip(), re.IGNORECASE)
     if not found:
         raise ConfigError(f"{name!r} does not name GPUs; {allowed}")
@@ -69,10 +79,31 @@ def target(name: str) -> Target:
     return _parse(gpu, count, (_TEXTS / f"{gpu.lower().replace('-', '_')}.txtpb").read_text())
 
 
-def _parse(gpu: str, count: int, text: str) -> Target:
+def _from_file(name: str, count: int, allowed: str) -> Target:
+    path = Path(name)
+    if found := re.fullmatch(r"(\d+)\s*x\s*(.+)", name):
+        count, path = int(found[1]), Path(found[2])
+    if not 1 <= count <= MAX_COUNT:
+        raise ConfigError(
+            f"{name!r} does not say how many GPUs there are, or not 1 to {MAX_COUNT}; {allowed}"
+        )
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the GPU's description {path} cannot be read ({error}); {allowed}") from error
+    return _parse(path.stem.upper().replace("_", "-"), count, text, str(path))
+
+
+def _parse(gpu: str, count: int, text: str, where: str = "") -> Target:
     number = {key: int(value) for key, value in re.findall(r"(\w+): (\d+)$", text, re.MULTILINE)}
     capability = re.search(r"cuda_compute_capability \{ major: (\d+)(?: minor: (\d+))? \}", text)
-    assert capability, f"targets/ describes {gpu} without a compute capability"
+    lacks = [field for field in _FIELDS if field not in number]
+    lacks += [] if capability else ["cuda_compute_capability { major: ... }"]
+    if lacks or not capability:
+        raise ConfigError(
+            f"{where or gpu} is no description of a GPU: it lacks {', '.join(lacks)}; copy one of "
+            "glm_dcp_jax/plan/targets and change its figures"
+        )
     return Target(
         gpu=gpu,
         count=count,

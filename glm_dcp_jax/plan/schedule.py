@@ -43,13 +43,17 @@ class ModelledTime(NamedTuple):
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of HLO. shape: its result as text. operands: names. attributes: what follows the operands."""
+    """One line of HLO. shape: its result as text. operands: names. attributes: what follows the operands.
+
+    number: of a parameter, else None.
+    """
 
     name: str
     opcode: str
     shape: str
     operands: tuple[str, ...]
     attributes: str = field(repr=False)
+    number: int | None = None
 
     @property
     def collective(self) -> str | None:
@@ -132,10 +136,12 @@ class Collective:
 class Schedule:
     """Computations that a program executes, in the text's order: what a loop or branch runs comes before it.
 
-    Bodies of fusions and of reductions are not among them: they are part of the instruction that uses them.
+    Bodies of fusions and of reductions are not among them: they are part of the instruction that uses them. bodies:
+    these, by name, in no order of execution.
     """
 
     computations: dict[str, Computation]
+    bodies: dict[str, tuple[Instruction, ...]] = field(default_factory=dict, repr=False)
 
     @property
     def entry(self) -> Computation:
@@ -173,7 +179,8 @@ def parse_schedule(hlo: str) -> Schedule:
             name, shape, opcode, rest = found.groups()
             operands, _, attributes = rest.partition(")")
             names = tuple(re.findall(r"%([\w.\-]+)", operands))
-            current.append(Instruction(name, opcode, shape, names, attributes))
+            number = int(operands) if opcode == "parameter" else None
+            current.append(Instruction(name, opcode, shape, names, attributes, number))
         elif found := _COMPUTATION.match(line):
             current = computations[found[2]] = []
             entry = found[2] if found[1] else entry
@@ -183,7 +190,8 @@ def parse_schedule(hlo: str) -> Schedule:
             name: Computation(name, tuple(instructions), executions[name])
             for name, instructions in computations.items()
             if name in executions
-        }
+        },
+        {name: tuple(instructions) for name, instructions in computations.items() if name not in executions},
     )
 
 

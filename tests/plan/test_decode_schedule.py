@@ -12,6 +12,7 @@ from glm_dcp_jax.plan.compile import Compiled, Memory
 from glm_dcp_jax.plan.decode_command import main, parse
 from glm_dcp_jax.plan.decode_schedule import DecodeStep
 
+FIRST_LAYERS = glm52.glm52().full[:14]
 MEMORY = Memory(argument_bytes=100_000, output_bytes=5_000, temp_bytes=2_000, alias_bytes=4_000)
 
 
@@ -115,32 +116,10 @@ def test_a_step_without_the_command_is_checked_as_well():
         DecodeStep(target, "auto", dcp=8, tp=8)
 
 
-def test_the_shortened_model_is_the_front_of_the_full_one():
-    full, short = glm52.glm52(), glm52.short_glm52()
-    assert (full.num_hidden_layers, sum(full.full), sum(full.sparse)) == (78, 21, 75)
-    assert (short.full, short.sparse) == (full.full[:14], full.sparse[:14])
-    assert [run.sparse for run in short.stages] == [
-        (False,),
-        (False,),
-        (False, True, True, True),
-        (True,) * 4,
-        (True,) * 4,
-    ]
-    assert all(stage.num_groups == 1 for stage in short.stages), "layers of a scan cannot be told apart"
-
-
-def test_the_middle_group_stands_for_what_was_left_out():
-    first, last = glm52.MIDDLE
-    short = glm52.short_glm52()
-    assert short.full[first : last + 2] == (True, False, False, False, True)
-    assert all(short.sparse[first : last + 1])
-    assert glm52.SHORT_LAYERS + (glm52.MIDDLE_COUNTS - 1) * (last + 1 - first) == 78
-
-
 def short_step() -> list[str]:
     """14 layers of 30 us of compute; every Full layer's exchange blocks, Shared layers' travel beside the compute."""
     lines = gather("e", "embed")
-    for layer, full in enumerate(glm52.short_glm52().full):
+    for layer, full in enumerate(FIRST_LAYERS):
         lines += gather(f"g{layer}", "full_exchange") if full else []
         lines += [compute(f"a{layer}", 10), *gather(f"t{layer}", "tp_all_reduce")]
         lines += [start(f"s{layer}", "shared_exchange"), compute(f"f{layer}", 20), done(f"s{layer}")]

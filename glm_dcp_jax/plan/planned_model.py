@@ -1,0 +1,85 @@
+"""The model that a plan is made for: built in, or a checkpoint's directory, of which only descriptions are read."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from glm_dcp_jax.config import ConfigError, EngineConfig, ModelConfig
+from glm_dcp_jax.config.quantisation import FP8_BLOCK, Quantisation
+from glm_dcp_jax.model.locate import ModelNotFound, locate_model
+from glm_dcp_jax.model.safetensors_reader import Checkpoint, CheckpointError
+from glm_dcp_jax.model.stored_weights import ALL_PLAIN, StoredWeights, WeightFormats
+from glm_dcp_jax.plan.presets import PRESETS, fp8_formats, nvfp4_formats, preset
+
+_NO_FILES = "there are no files of weights beside config.json"
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """name: as it was asked for. note: what its formats rest on. form: of a built-in model, else None.
+
+    has_mtp: whether there is an MTP layer's weights, whether or not it drafts.
+    """
+
+    name: str
+    config: ModelConfig
+    weights: WeightFormats
+    note: str
+    form: str | None = None
+    has_mtp: bool = True
+
+
+def planned_model(config: EngineConfig) -> PlannedModel:
+    """What `--model` names: a built-in one, else the directory of a checkpoint, of which no weight is read.
+
+    Raises ConfigError if it is neither, and for files that cannot be read or contradict each other or the flags.
+    """
+    if config.model.lower() in PRESETS:
+        return _built_in(config)
+    try:
+        directory = locate_model(config.model)
+        overrides = dict(config.hf_overrides)
+        model = ModelConfig.load(directory, overrides, config.latent_norm_eps)
+        Quantisation.check(config.quantization, model.quantisation)
+        return _stored(config.model, model, directory)
+    except ModelNotFound as error:
+        raise ConfigError(f"{error}; built in are {', '.join(PRESETS)}") from error
+    except (CheckpointError, OSError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def _built_in(config: EngineConfig) -> PlannedModel:
+    if config.hf_overrides:
+        raise ConfigError(
+            "hf_overrides is for a checkpoint's config.json, which a built-in model has not; leave it out, or use "
+            "--model with a directory that holds a config.json"
+        )
+    found = preset(config.model.lower(), config.quantization)
+    stored = "bfloat16" if found.quantization is None else f"quantised as {found.quantization}"
+    return PlannedModel(found.name, found.model, found.weights, f"built in: {stored}", found.name)
+
+
+def _stored(name: str, model: ModelConfig, directory: Path) -> PlannedModel:
+    has_mtp = model.num_nextn_predict_layers == 1 and any(model.sparse)
+    if not any(directory.glob("*.safetensors*")):
+        weights, how = _assumed(model, directory)
+        return PlannedModel(name, model, weights, f"{_NO_FILES}: assumed {how}", has_mtp=has_mtp)
+    block = FP8_BLOCK if model.quantisation is None else model.quantisation.block
+    stored = StoredWeights(Checkpoint.open(directory), block)
+    prefix = f"model.layers.{model.num_hidden_layers}."
+    has_mtp = has_mtp and any(tensor.startswith(prefix) for tensor in stored.names())
+    return PlannedModel(name, model, stored, "as the headers of its files say", has_mtp=has_mtp)
+
+
+def _assumed(model: ModelConfig, directory: Path) -> tuple[WeightFormats, str]:
+    """By config.json's quantisation alone, which does not say which weights it means."""
+    found = model.quantisation
+    if found is None:
+        return ALL_PLAIN, f"{model.dtype}, as config.json has no quantisation"
+    if found.method == "fp8":
+        return fp8_formats(model, found.block), "quantised as GLM-5.2's FP8 form, by its quant_method fp8"
+    if found.method == "modelopt":
+        return nvfp4_formats(model), "experts in NVFP4, by its quant_method modelopt"
+    raise ConfigError(
+        f"{_NO_FILES} in {directory}, and quant_method {found.method} does not say what they would be stored as; add "
+        "the files, or plan with --model glm-5.2-fp8 or glm-5.2-nvfp4"
+    )

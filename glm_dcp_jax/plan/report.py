@@ -1,0 +1,126 @@
+"""The planner's answer as one object: `python -m glm_dcp_jax.plan --json` prints it, and tables are made of it."""
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+from glm_dcp_jax.config import ConfigError
+from glm_dcp_jax.plan.capacity import Capacity
+from glm_dcp_jax.plan.decode_report import Load, by_arithmetic, compiled, paths_of, prefill_temporaries
+from glm_dcp_jax.plan.flags import CONTEXT, Options
+from glm_dcp_jax.plan.planned_model import planned_model
+from glm_dcp_jax.plan.remedies import Case, remedies
+from glm_dcp_jax.plan.weights import Parameters, parameters
+
+NOTE = (
+    "Times are modelled, none was measured: bytes over the data sheet's bandwidth, XLA's own estimates, our kernels' "
+    "declared costs, and the stated link. Memory is XLA's plan of the compiled programs, or arithmetic."
+)
+
+
+def answer(options: Options) -> dict[str, Any]:
+    """Plan what the command line asks for. Raises ConfigError for flags that do not fit the model."""
+    case = Case(options.config, planned_model(options.config), options.target)
+    _check(case, options)
+    found = case.capacity()
+    load = Load(
+        options.requests, _context(options, found), options.link, options.kernel_seconds, options.layers
+    )
+    decode, found = _decode(case, found, load, options.compile)
+    layers = options.layers if found.workspace is not None else None
+    model = case.planned
+    itemsize = 4 if model.config.dtype == "float32" else 2
+    counted = parameters(found.leaves, model.weights, itemsize)
+    fits = found.fits
+    return {
+        "note": NOTE,
+        "model": model.name,
+        "weights_stored": model.note,
+        "gpus": str(options.target),
+        "memory_per_gpu_bytes": options.target.memory_bytes,
+        "tensor_parallel_size": options.config.parallel.tensor_parallel_size,
+        "decode_context_parallel_size": options.config.parallel.decode_context_parallel_size,
+        "num_speculative_tokens": found.blueprint.drafts_each,
+        "link": options.link._asdict(),
+        "fits": fits,
+        "why_not": None if fits else _why_not(found, counted),
+        "what_would_fit": remedies(case, found),
+        "parameters": {
+            "total": counted.total,
+            "trunk": counted.trunk,
+            "tensors": counted.tensors,
+            "checkpoint_bytes": counted.nbytes,
+            "checkpoint_bytes_without_mtp": counted.trunk_nbytes,
+        },
+        "kv_cache": found.cache(load.context),
+        "memory_per_gpu": found.memory(),
+        "decode_step": {"requests": load.requests, "context": load.context, "layers_compiled": layers},
+        "decode": decode,
+    }
+
+
+def _decode(case: Case, found: Capacity, load: Load, compile_steps: bool) -> tuple[dict[str, Any], Capacity]:
+    """Figures by path, and the capacity with what was learnt of temporaries."""
+    paths = paths_of(case)
+    if compile_steps and not found.weights_fit:
+        _say("the weights do not fit, so nothing is compiled: what follows is arithmetic")
+    if not compile_steps or not found.weights_fit:
+        return {path: by_arithmetic(found, path, load) for path in paths}, found
+    decode = {}
+    for path in paths:
+        _say(f"compiling decode path {path} for {case.target} ...")
+        decode[path] = compiled(case, found, path, load)
+    _say(f"compiling a prefill chunk for {case.target} ...")
+    largest = max(prefill_temporaries(case, found, load), *(each["temporaries"] for each in decode.values()))
+    return decode, replace(found, workspace=largest)
+
+
+def _check(case: Case, options: Options) -> None:
+    """Raise ConfigError for flags that the model cannot have."""
+    model, length = case.planned.config, options.config.scheduler.max_model_len
+    if options.config.speculative is not None:
+        options.config.speculative.check_model(model)
+        if not case.planned.has_mtp:
+            raise ConfigError(
+                f"speculative_config needs the MTP layer, but {case.planned.name} has no weights of one; leave it out"
+            )
+    for name, tokens in (("max_model_len", length), ("--context", options.context)):
+        if tokens is not None and tokens > model.max_position_embeddings:
+            raise ConfigError(
+                f"{name} {tokens} exceeds the model's max_position_embeddings {model.max_position_embeddings}"
+            )
+
+
+def _context(options: Options, found: Capacity) -> int:
+    """As asked for; else what plans are compared by, or as much as a request can have."""
+    if options.context is not None:
+        return options.context
+    longest = options.config.scheduler.max_model_len or found.model.max_position_embeddings
+    return min(CONTEXT, longest)
+
+
+def _why_not(found: Capacity, counted: Parameters) -> str:
+    target = found.target
+    tp = found.blueprint.config.parallel.tensor_parallel_size
+    loaded = counted.nbytes if found.blueprint.drafts_each else counted.trunk_nbytes
+    there = f"{tp} x {target.memory_bytes / 1e9:.1f} GB"
+    if loaded > tp * target.memory_bytes:
+        return f"weights of {loaded / 1e9:.0f} GB do not fit in {there}"
+    weights, workspace = found.weight_bytes / 1e9, found.needed_workspace / 1e9
+    needed = f"weights take {weights:.1f} GB of each GPU, and steps {workspace:.1f} GB"
+    allowed = f"of {target.memory_bytes / 1e9:.1f} GB {found.limit_bytes / 1e9:.1f} GB may be used"
+    if not found.weights_fit:
+        return f"{needed}, which leaves too little for a cache: {allowed}"
+    if found.cache_is_given and found.needed_bytes > found.limit_bytes:
+        cache = found.needed_bytes - found.weight_bytes - found.needed_workspace
+        return f"the cache would take {cache / 1e9:.1f} GB; {needed}, and {allowed}"
+    if not found.pages:
+        return f"the cache gets {found.cache_budget:,} bytes, fewer than two pages of {found.page_bytes:,}"
+    return (
+        f"the cache holds {found.usable_tokens:,} tokens, fewer than one request of max_model_len "
+        f"{found.asked_length:,} has; {needed}"
+    )
+
+
+def _say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
