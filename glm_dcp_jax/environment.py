@@ -26,6 +26,9 @@ THREADS_PER_DEVICE = 4
 CACHED_COMPILE_SECONDS = 0.3
 """Programs that compile faster than this are not worth a file in the persistent cache."""
 
+_MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+_JAX_MEMORY_FRACTION = 0.75
+"""jax's own, where nothing is said."""
 _DEVICE_COUNT = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 _JAX_DEFAULTS = {
     "jax_platforms": None,
@@ -47,11 +50,12 @@ def has_nvidia_gpu() -> bool:
     return Path("/dev/dxg").exists() and shutil.which("nvidia-smi") is not None  # Windows' Linux subsystem
 
 
-def prepare(num_devices: int) -> None:
+def prepare(num_devices: int, gpu_memory_utilization: float | None = None) -> None:
     """Set up the process so that jax starts with `num_devices` devices.
 
-    On NVIDIA GPUs only the compilation cache is set. Without one, jax is kept on the CPU, which gets that many virtual
-    devices and enough threads. May be called more than once; a later call may ask for more while jax has not started.
+    On NVIDIA GPUs the compilation cache is set, and the share of their memory that jax may take. Without one, jax is
+    kept on the CPU, which gets that many virtual devices and enough threads. May be called more than once; a later call
+    may ask for more while jax has not started.
 
     Raises ConfigError for more virtual devices than MAX_VIRTUAL_DEVICES, if jax has already started with fewer CPU
     devices, or if there is a GPU but no jax for it.
@@ -63,12 +67,22 @@ def prepare(num_devices: int) -> None:
                 "this machine has an NVIDIA GPU, but jax is installed without CUDA; install glm-dcp-jax[cuda13] "
                 "(driver 580 or newer) or glm-dcp-jax[cuda12], or set JAX_PLATFORMS=cpu to run on the CPU"
             )
+        if gpu_memory_utilization is not None:
+            os.environ.setdefault(_MEMORY_FRACTION, str(gpu_memory_utilization))
         return
     _default_option("jax_platforms", "cpu")
     # jax loads every plugin it finds: without a GPU, the CUDA plugin would print a page about missing libraries.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     if num_devices > 1:
         _virtual_devices(num_devices)
+
+
+def gpu_memory_fraction() -> float:
+    """The share of a GPU's memory that is jax's `bytes_limit`."""
+    try:
+        return min(max(float(os.environ.get(_MEMORY_FRACTION, "")), 0.01), 1.0)
+    except ValueError:
+        return _JAX_MEMORY_FRACTION
 
 
 def _virtual_devices(count: int) -> None:

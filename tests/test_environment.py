@@ -124,3 +124,12 @@ def test_a_gpu_without_a_jax_for_it_is_an_error_that_says_what_to_install():
     done = run(pretend + "prepare(4)")
     assert "ConfigError: this machine has an NVIDIA GPU, but jax is installed without CUDA" in done.stderr
     assert "glm-dcp-jax[cuda13]" in done.stderr
+
+
+def test_jax_may_take_the_share_of_a_gpu_that_was_asked_for():
+    fake = "from glm_dcp_jax import environment\nenvironment.has_nvidia_gpu = lambda: True\n"
+    fake += "environment.find_spec = lambda name: name\n"
+    ask = "environment.prepare(1, 0.85)\nprint(environment.gpu_memory_fraction())"
+    assert output(fake + ask) == ["0.85"]
+    assert output(fake + ask, XLA_PYTHON_CLIENT_MEM_FRACTION="0.5") == ["0.5"]
+    assert output(fake + "print(environment.gpu_memory_fraction())") == ["0.75"]

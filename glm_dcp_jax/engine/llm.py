@@ -39,7 +39,7 @@ class LLM:
         unlimited = dataclasses.replace(
             config.scheduler, max_num_queued_reqs=None, max_num_queued_tokens=None
         )
-        prepare(config.devices_here)
+        prepare(config.devices_here, config.cache.gpu_memory_utilization)
         from glm_dcp_jax.engine.engine import Engine  # loads jax, so only after prepare()
 
         self.engine = Engine.from_config(dataclasses.replace(config, scheduler=unlimited))

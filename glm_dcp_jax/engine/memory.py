@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from jax.sharding import Mesh
 
+from glm_dcp_jax import environment
 from glm_dcp_jax.cache.capacity import GIB, page_bytes, pages_in
 from glm_dcp_jax.cache.placement import Layout
 from glm_dcp_jax.cache.records import RecordFormat
@@ -44,7 +45,7 @@ def number_of_pages(
         _require_room(pages * each, mesh, on_cpu)
         return pages
     stats = [device.memory_stats() for device in mesh.local_devices]
-    budget = free_bytes(stats, cache.gpu_memory_utilization)
+    budget = free_bytes(stats, cache.gpu_memory_utilization, environment.gpu_memory_fraction())
     needed = workspace(pages_in(budget, model, layout, record, mtp_layers))
     if needed >= budget:
         raise ConfigError(
@@ -106,14 +107,16 @@ def _available_host_bytes() -> int:
         return 2**63
 
 
-def free_bytes(stats: Iterable[Mapping[str, int]], utilization: float) -> int:
-    """What the fullest device has left of `utilization` of its memory. stats: jax's memory_stats() of each.
+def free_bytes(stats: Iterable[Mapping[str, int]], utilization: float, fraction: float = 1.0) -> int:
+    """What the fullest device has left of `utilization` of its memory, and of what jax may take.
 
-    Raises ConfigError if that is nothing.
+    stats: jax's memory_stats() of each. fraction: of a device's memory that is bytes_limit. Raises ConfigError if that
+    is nothing.
     """
-    fullest = min(stats, key=lambda device: device["bytes_limit"] * utilization - device["bytes_in_use"])
-    total, used = fullest["bytes_limit"], fullest["bytes_in_use"]
-    left = int(total * utilization) - used
+    share = min(utilization / fraction, 1.0)
+    fullest = min(stats, key=lambda device: device["bytes_limit"] * share - device["bytes_in_use"])
+    total, used = int(fullest["bytes_limit"] / fraction), fullest["bytes_in_use"]
+    left = int(fullest["bytes_limit"] * share) - used
     if left <= 0:
         raise ConfigError(
             f"weights take {used / GIB:.2f} GiB, which leaves nothing of {utilization:.0%} of {total / GIB:.2f} GiB "

@@ -61,7 +61,7 @@ def _follow(command: flags.Command) -> int:
 
 def _prepare(command: flags.Command) -> EngineConfig:
     """Set up the environment for jax. Returns the engine's configuration, with a model."""
-    environment.prepare(command.config.devices_here)
+    environment.prepare(command.config.devices_here, command.config.cache.gpu_memory_utilization)
     config = command.config
     if command.demo:
         from glm_dcp_jax.demo import tiny_model_directory

@@ -66,7 +66,8 @@ def test_exchanges_beyond_memory_are_refused(name, devices):
         memory.check_exchange_memory(ParallelConfig(2, 2, **{name: 2**50}), make_mesh(ParallelConfig(2, 2)))
 
 
-def test_on_gpus_the_fullest_one_decides_and_the_workspace_is_set_aside(llm):
+def test_on_gpus_the_fullest_one_decides_and_the_workspace_is_set_aside(llm, monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "1.0")
     runner = llm.engine.runner
     each = page_bytes(llm.engine.model_config, runner.layout, runner.record)
     mesh = GpuMesh(Gpu(200 * each, 20 * each), Gpu(200 * each, 60 * each))
@@ -81,7 +82,18 @@ def test_on_gpus_the_fullest_one_decides_and_the_workspace_is_set_aside(llm):
     assert seen == [40]
 
 
-def test_too_little_memory_says_what_takes_it(llm):
+@pytest.mark.parametrize(
+    ("utilization", "fraction", "left"),
+    [(0.9, 0.9, 8), (0.9, 0.75, 8), (0.75, 0.75, 8), (0.6, 0.9, 5), (1.0, 1.0, 8)],
+)
+def test_the_share_is_of_the_whole_device_and_within_what_jax_may_take(utilization, fraction, left):
+    """jax is given 9 GiB: 90 % of 10, or 75 % of 12. Of 10, 60 % are 6."""
+    found = free_bytes([{"bytes_limit": 9 * GIB, "bytes_in_use": GIB}], utilization, fraction)
+    assert found == pytest.approx(left * GIB, abs=2)
+
+
+def test_too_little_memory_says_what_takes_it(llm, monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "1.0")
     with pytest.raises(ConfigError, match=r"weights take 9.00 GiB.*90% of 10.00 GiB.*--tensor-parallel-size"):
         free_bytes([{"bytes_limit": 10 * GIB, "bytes_in_use": 9 * GIB}], 0.9)
     mesh = GpuMesh(Gpu(10 * GIB, GIB))
