@@ -38,7 +38,7 @@ class MixtureOfExperts(nnx.Module):
     def __init__(self, config: ModelConfig, make: Maker) -> None:
         self.config = config
         hidden, width, experts = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
-        self.router = make.weight(_PREFIX + "gate.weight", (experts, hidden), dtype=jnp.float32)
+        self.router = make.linear(_PREFIX + "gate.weight", (experts, hidden), dtype=jnp.float32)
         # The bias is a large offset with a small spread: in bfloat16 it would choose other experts.
         self.bias = make.weight(_PREFIX + "gate.e_score_correction_bias", (experts,), dtype=jnp.float32)
         each = [_PREFIX + f"experts.{expert}." for expert in range(experts)]
@@ -55,10 +55,15 @@ class MixtureOfExperts(nnx.Module):
         shared = config.n_shared_experts * width
         self.shared = GatedMLP(hidden, shared, _PREFIX + "shared_experts.", make) if shared else None
 
-    def route(self, x: Float[Array, "T H"]) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
-        """The chosen experts of each row and their weights (routed_scaling_factor included), in float32."""
+    def route(
+        self, x: Float[Array, "T H"], group: Int[Array, ""] | int, kernels: Backend
+    ) -> tuple[Int[Array, "T K"], Float[Array, "T K"]]:
+        """The chosen experts of each row and their weights (routed_scaling_factor included), in float32.
+
+        group: whose weights of a stack.
+        """
         config = self.config
-        logits = jnp.einsum("th,eh->te", x.astype(jnp.float32), self.router[...])
+        logits = self.router(x.astype(jnp.float32), group, kernels)
         scores = jax.nn.sigmoid(logits)
         choice = _keep_groups(scores + self.bias[...], config.n_group, config.topk_group)
         _, experts = jax.lax.top_k(choice, config.num_experts_per_tok)

@@ -180,7 +180,7 @@ class ShareGroup(nnx.Module):
             with jax.named_scope("ffn"):
                 normed = rms_norm(x, layer.feed_forward_norm[...], eps)
                 if isinstance(layer.feed_forward, MixtureOfExperts):
-                    route = layer.feed_forward.route(normed)
+                    route = layer.feed_forward.route(normed, ordinal, kernels)
                     routes.append(route)
                     out = layer.feed_forward(normed, *route, ordinal, kernels)
                 else:

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 from glm_dcp_jax.config import ModelConfig
 from glm_dcp_jax.config.model import INDEX_NORM_EPS
 from glm_dcp_jax.kernels.dispatch import Backend
-from glm_dcp_jax.model.elementary import layer_norm, linear, rotate
+from glm_dcp_jax.model.elementary import layer_norm, rotate
 from glm_dcp_jax.model.parameters import Maker
 
 _PREFIX = "model.layers.{layer}.self_attn.indexer."
@@ -24,7 +24,7 @@ class Indexer(nnx.Module):
         self.key_norm = make.weight(_PREFIX + "k_norm.weight", (width,))
         self.key_norm_bias = make.weight(_PREFIX + "k_norm.bias", (width,))
         # float32 in a bfloat16 model too: rounded head weights make ties.
-        self.head_weights = make.weight(_PREFIX + "weights_proj.weight", (heads, hidden), dtype=jnp.float32)
+        self.head_weights = make.linear(_PREFIX + "weights_proj.weight", (heads, hidden), dtype=jnp.float32)
 
     def index_keys(
         self,
@@ -51,7 +51,7 @@ class Indexer(nnx.Module):
         heads, width = self.config.index_n_heads, self.config.index_head_dim
         queries = self.queries(query_latent, group, kernels)
         queries = self._rotate_front(queries.reshape(x.shape[0], heads, width), angles)
-        weights = linear(x.astype(jnp.float32), self.head_weights[...])
+        weights = self.head_weights(x.astype(jnp.float32), group, kernels)
         return queries, weights * (heads**-0.5 * width**-0.5)
 
     def _rotate_front(self, x: Float[Array, "T *heads D"], angles: Array) -> Float[Array, "T *heads D"]:

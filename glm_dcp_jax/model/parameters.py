@@ -117,11 +117,13 @@ class Maker:
         stack: tuple[int, ...] = (),
         stack_axes: Axes | None = None,
         units: tuple[int, int] = (1, 1),
+        dtype: Any = None,
     ) -> StoredWeight:
         """A weight [O, I], or a stack of weights, as the checkpoint stores it.
 
         units: rows and columns that stay on one rank, such as those of a head. What has no format in common, or
-        cannot be shared evenly without cutting a group of NVFP4, is dequantised when it is loaded.
+        cannot be shared evenly without cutting a group of NVFP4, is dequantised when it is loaded; so is whatever a
+        dtype is given for, which it then has.
         """
         names = (names,) if isinstance(names, str) else names
         stack_axes = stack_axes or (None,) * len(stack)
@@ -136,7 +138,7 @@ class Maker:
         shares = tuple(
             size if axis is None else size // self.tp for size, axis in zip(whole, axes, strict=True)
         )
-        stored = self._format(names)
+        stored = self._format(names) if dtype is None else PLAIN
         if stored.kind == "nvfp4" and shares[1] % NVFP4_GROUP:
             stored = PLAIN
         grain = _grain(stored, shares)
@@ -149,7 +151,7 @@ class Maker:
         rows, columns = whole
         scales = rows // grain[0], columns // grain[1]
         if stored.kind == "plain":
-            return StoredWeight(PlainWeight, {"values": part("values", whole, self.dtype)})
+            return StoredWeight(PlainWeight, {"values": part("values", whole, dtype or self.dtype)})
         if stored.kind == "fp8":
             return StoredWeight(
                 Fp8Weight,

@@ -194,7 +194,7 @@ def test_large_plain_products_are_left_to_xla() -> None:
 
     own = "__gpu$xla.gpu.triton"
     assert own in lowered(ops.MOST_OWN_ROWS, "plain") and own not in lowered(ops.MOST_OWN_ROWS + 1, "plain")
-    assert own not in lowered(4, "plain", "float32")
+    assert own in lowered(4, "plain", "float32") and own not in lowered(65, "plain", "float32")
     assert own in lowered(4096, "fp8") and own in lowered(4096, "nvfp4")
 
 

@@ -108,7 +108,7 @@ class TestPlaces:
                 first.indexer.key_norm_bias[...][group], tensors[name + "k_norm.bias"]
             )
             weights = tensors[name + "weights_proj.weight"]
-            np.testing.assert_array_equal(first.indexer.head_weights[...][group], weights)
+            np.testing.assert_array_equal(first.indexer.head_weights.values[...][group], weights)
 
     def test_dense_layers(self, grouped):
         network, tensors = grouped
@@ -122,7 +122,7 @@ class TestPlaces:
         for group, member in ((0, 1), (2, 0), (3, 2)):
             found = network.stages[1].layers[member].feed_forward
             name = f"model.layers.{1 + 3 * group + member}.mlp."
-            np.testing.assert_array_equal(found.router[...][group], tensors[name + "gate.weight"])
+            np.testing.assert_array_equal(found.router.values[...][group], tensors[name + "gate.weight"])
             np.testing.assert_array_equal(
                 found.bias[...][group], tensors[name + "gate.e_score_correction_bias"]
             )

@@ -59,8 +59,8 @@ class TestLoading:
             (layer.input_norm, "input_layernorm"),
             (layer.attention.kv_a.values, "self_attn.kv_a_proj_with_mqa"),
             (layer.indexer.keys.values, "self_attn.indexer.wk"),
-            (layer.indexer.head_weights, "self_attn.indexer.weights_proj"),
-            (layer.feed_forward.router, "mlp.gate"),
+            (layer.indexer.head_weights.values, "self_attn.indexer.weights_proj"),
+            (layer.feed_forward.router.values, "mlp.gate"),
             (layer.feed_forward.shared.down.values, "mlp.shared_experts.down_proj"),
         ):
             np.testing.assert_array_equal(

@@ -15,8 +15,7 @@ from glm_dcp_jax.kernels.weights import NVFP4_GROUP, Fp8Weight, Nvfp4Weight, Pla
 __all__ = ["MOST_OWN_ROWS", "check_weight", "gated_linear", "linear"]
 
 MOST_OWN_ROWS = 64
-"""With more rows, XLA's own products with plain weights are faster than ours, though they copy the matrix first. In
-float32 they always are: ours is exact and has no tensor cores."""
+"""With more rows, XLA's own products with plain weights are faster than ours, though they copy the matrix first."""
 
 
 def linear(
@@ -70,10 +69,8 @@ def _dispatch(
     check_weight("weight", weight, letters, I=(x.shape[1], "x"))
     group = int32("group", group)
     check_axes({}, group=(group, ""))
-    if backend == "auto" and isinstance(weight, PlainWeight):
-        float32 = jnp.promote_types(x.dtype, weight.values.dtype) == jnp.float32
-        if x.shape[0] > MOST_OWN_ROWS or float32:
-            return plain(x, weight, group)
+    if backend == "auto" and isinstance(weight, PlainWeight) and x.shape[0] > MOST_OWN_ROWS:
+        return plain(x, weight, group)
     parts, structure = jax.tree.flatten(weight)
 
     def whole(op: Callable[..., Array]) -> Callable[..., Array]:

@@ -23,7 +23,9 @@ def product(x: Float[Array, "T I"], weight: Weight) -> Float[Array, "T O"]:
     """x @ weight.T in float32, which codes are taken to; weight: one matrix."""
     values = dequantised(weight)
     x = x if isinstance(weight, PlainWeight) else x.astype(jnp.float32)
-    return jnp.einsum("ti,oi->to", x, values, preferred_element_type=jnp.float32)
+    # A GPU would multiply float32 as TF32.
+    exact = jax.lax.Precision.HIGHEST if jnp.promote_types(x.dtype, values.dtype) == jnp.float32 else None
+    return jnp.einsum("ti,oi->to", x, values, precision=exact, preferred_element_type=jnp.float32)
 
 
 def gated(x: Float[Array, "T I"], weight: Weight) -> Float[Array, "T O"]:
