@@ -172,7 +172,7 @@ REFUSED = {
     "enable_chunked_prefill": "prefill is always chunked; set --max-num-batched-tokens",
     "enable_lora": "LoRA adapters are not supported",
     "enforce_eager": "steps are always compiled; see --precompile-bs-paddings",
-    "load_format": "checkpoints are safetensors",
+    "load_format": "what a directory holds is found out: safetensors, or arrays that glm_dcp_jax.convert made",
     "lora_modules": "LoRA adapters are not supported",
     "master_addr": "use --coordinator-address",
     "nnodes": "use --num-processes",

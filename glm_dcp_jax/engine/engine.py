@@ -27,6 +27,7 @@ from glm_dcp_jax.engine.slot_columns import SlotColumns
 from glm_dcp_jax.engine.tokenizer import Tokenizer
 from glm_dcp_jax.engine.waiting import require_room
 from glm_dcp_jax.engine.work import Work
+from glm_dcp_jax.model.converted import ConvertedCheckpoint, open_checkpoint
 from glm_dcp_jax.model.locate import locate_model
 from glm_dcp_jax.model.safetensors_reader import Checkpoint
 from glm_dcp_jax.parallel import processes
@@ -47,7 +48,7 @@ class Engine:
         runner: Runner,
         tokenizer: Tokenizer | None,
         defaults: SamplingDefaults,
-        checkpoint: Checkpoint | None = None,
+        checkpoint: Checkpoint | ConvertedCheckpoint | None = None,
     ) -> None:
         """defaults: SamplingParams fields for requests that leave them open. checkpoint: for engines that hand caches
         over, which must have the same weights."""
@@ -106,7 +107,7 @@ class Engine:
             )
         defaults = sampling_defaults(directory, config.generation_config)
         _check_alike(config, model, defaults)
-        checkpoint = Checkpoint.open(directory)
+        checkpoint = open_checkpoint(directory)
         return Engine(config, model, Runner(config, model, checkpoint), tokenizer, defaults, checkpoint)
 
     def add_request(

@@ -23,6 +23,7 @@ from glm_dcp_jax.engine.pool_access import PoolAccess
 from glm_dcp_jax.engine.runner import Runner
 from glm_dcp_jax.engine.sampling_params import ParameterError, SamplingParams
 from glm_dcp_jax.engine.sequence import Request, Sequence
+from glm_dcp_jax.model.converted import ConvertedCheckpoint
 from glm_dcp_jax.model.safetensors_reader import Checkpoint
 from glm_dcp_jax.transfer.consumer import Consumer
 from glm_dcp_jax.transfer.fingerprint import PROTOCOL, Fingerprint, model_id, record_id
@@ -267,7 +268,7 @@ def make_connector(
     config: EngineConfig,
     model: ModelConfig,
     runner: Runner,
-    checkpoint: Checkpoint | None,
+    checkpoint: Checkpoint | ConvertedCheckpoint | None,
 ) -> KVConnector | None:
     """An engine's connector, whose programs the runner compiles too; None if its configuration has none.
 

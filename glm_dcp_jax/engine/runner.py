@@ -37,7 +37,10 @@ from glm_dcp_jax.engine.slot_columns import SlotColumns
 from glm_dcp_jax.engine.steps import BlockShape, Kind, StepOutput, StepShape, leaves_of
 from glm_dcp_jax.engine.warm_up import Compilation, compile_all
 from glm_dcp_jax.engine.work import Work
+from glm_dcp_jax.model.checksums import verify_checksums
+from glm_dcp_jax.model.converted import ConvertedCheckpoint
 from glm_dcp_jax.model.load import load_parameters
+from glm_dcp_jax.model.restore import restore_parameters
 from glm_dcp_jax.model.safetensors_reader import Checkpoint
 from glm_dcp_jax.model.stored_weights import StoredWeights, WeightFormats
 from glm_dcp_jax.parallel import processes
@@ -68,7 +71,9 @@ class Flight(NamedTuple):
 class Runner:
     """Owns the mesh, the parameters, the donated pools and the compiled steps. One thread at a time may run steps."""
 
-    def __init__(self, config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint) -> None:
+    def __init__(
+        self, config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint | ConvertedCheckpoint
+    ) -> None:
         self.compiles = CompileCounter()
         stored = stored_weights(checkpoint, model, config)
         self.blueprint = _blueprint(config, model, stored)
@@ -80,7 +85,11 @@ class Runner:
             self.blueprint.record,
         )
         self.steps = self.blueprint.steps
-        self.parameters = load_parameters(stored, model, self.blueprint.shape, self.mesh)
+        self.parameters = (
+            restore_parameters(stored, self.blueprint.shape, self.mesh)
+            if isinstance(stored, ConvertedCheckpoint)
+            else load_parameters(stored, model, self.blueprint.shape, self.mesh)
+        )
         self._leaves = leaves_of(self.parameters)
         pages = number_of_pages(
             config.cache,
@@ -339,9 +348,17 @@ class Runner:
         return out
 
 
-def stored_weights(checkpoint: Checkpoint, model: ModelConfig, config: EngineConfig) -> StoredWeights:
+def stored_weights(
+    checkpoint: Checkpoint | ConvertedCheckpoint, model: ModelConfig, config: EngineConfig
+) -> StoredWeights | ConvertedCheckpoint:
     """How the checkpoint stores its weights. Raises ConfigError if they are not quantised as the flags ask."""
     Quantisation.check(config.quantization, model.quantisation)
+    if isinstance(checkpoint, ConvertedCheckpoint):
+        if config.verify_checksums:
+            checkpoint.verify_checksums()
+        return checkpoint
+    if config.verify_checksums:
+        verify_checksums(checkpoint.directory, checkpoint.files)
     block = FP8_BLOCK if model.quantisation is None else model.quantisation.block
     return StoredWeights(checkpoint, block)
 

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -39,13 +39,23 @@ _MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 Index = tuple[slice, ...]
 
 
-class _Leaf(NamedTuple):
+class Leaf(NamedTuple):
     """A parameter to be loaded. sources: of each group. grouped: whether it has an axis over groups."""
 
     variable: Any
     sources: list[Source]
     sharding: NamedSharding
     grouped: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all groups, shards that several devices hold counted once."""
+        return math.prod(self.variable.shape) * np.dtype(self.variable.dtype).itemsize
+
+    def of_group(self, group: int) -> "Leaf":
+        """One group's part as a parameter of its own."""
+        alone = jax.ShapeDtypeStruct(self.inner_shape, self.variable.dtype)
+        return Leaf(alone, [self.sources[group]], self.inner_sharding, False)
 
     @property
     def inner_shape(self) -> tuple[int, ...]:
@@ -70,7 +80,7 @@ class _Leaf(NamedTuple):
 class _Piece(NamedTuple):
     """Part of a parameter. place: where it begins, along the parameter's first axes. shape: zero-padded."""
 
-    leaf: _Leaf
+    leaf: Leaf
     source: Source
     place: tuple[int, ...]
     shape: tuple[int, ...]
@@ -91,8 +101,42 @@ def load_parameters(stored: StoredWeights, config: ModelConfig, shape: NetworkSh
 
     Raises CheckpointError naming missing, unexpected, mis-shaped or truncated tensors before anything is loaded.
     """
+    leaves = leaves_on(mesh, shape)
+    check_tensors(stored, config, shape, leaves)
+    with progress("Loading weights", sum(leaf.nbytes for leaf in leaves)) as bar:
+        return as_parameters(shape, load_leaves(stored, leaves, bar.update))
+
+
+def load_leaves(
+    stored: StoredWeights, leaves: Sequence[Leaf], done: Callable[[int], object]
+) -> list[jax.Array]:
+    """These parameters, in their order. done: is told how many bytes have been placed, again and again."""
+    loaded: dict[int, jax.Array] = {}
+    pieces = [piece for leaf in leaves for piece in _pieces(leaf)]
+    for piece, shards in _read_ahead(stored, pieces):
+        number = id(piece.leaf.variable)
+        loaded[number] = _placed(piece, shards, loaded.get(number))
+        done(piece.nbytes)
+    return [loaded[id(leaf.variable)] for leaf in leaves]
+
+
+def as_parameters(shape: NetworkShape, arrays: Iterable[jax.Array]) -> Any:
+    """An nnx.State like shape.parameters, of arrays in the order of `leaves_on`."""
     variables, tree = jax.tree.flatten(shape.parameters, is_leaf=is_variable)
-    leaves = _leaves(shape, mesh)
+    return jax.tree.unflatten(
+        tree, [variable.replace(array) for variable, array in zip(variables, arrays, strict=True)]
+    )
+
+
+def progress(what: str, total: int) -> tqdm:
+    """A bar that shows bytes, bytes a second and the time that is left."""
+    return tqdm(total=total, desc=what, unit="B", unit_scale=True, mininterval=1.0)
+
+
+def check_tensors(
+    stored: StoredWeights, config: ModelConfig, shape: NetworkShape, leaves: Iterable[Leaf]
+) -> None:
+    """Raise CheckpointError unless all of these can be loaded; say what is left out, and what is dequantised."""
     expected = {name: source.shape for leaf in leaves for source in leaf.sources for name in source.names}
     _require_mtp(stored, shape)
     present = {name: stored.shape(name) for name in stored.names()}
@@ -101,30 +145,17 @@ def load_parameters(stored: StoredWeights, config: ModelConfig, shape: NetworkSh
     stored.check(expected)
     _say_what_is_left_out(stored, config, shape)
     _say_what_is_dequantised(stored, leaves)
-    pieces = [piece for leaf in leaves for piece in _pieces(leaf)]
-    loaded: dict[int, jax.Array] = {}
-    with tqdm(
-        total=sum(piece.nbytes for piece in pieces),
-        desc="Loading weights",
-        unit="B",
-        unit_scale=True,
-        mininterval=1.0,
-    ) as bar:
-        for piece, shards in _read_ahead(stored, pieces):
-            number = id(piece.leaf.variable)
-            loaded[number] = _placed(piece, shards, loaded.get(number))
-            bar.update(piece.nbytes)
-    return jax.tree.unflatten(tree, [variable.replace(loaded[id(variable)]) for variable in variables])
 
 
-def _leaves(shape: NetworkShape, mesh: Mesh) -> list[_Leaf]:
+def leaves_on(mesh: Mesh, shape: NetworkShape) -> list[Leaf]:
+    """All parameters, in the order of the tree's leaves."""
     flat, _ = jax.tree_util.tree_flatten_with_path(shape.parameters, is_leaf=is_variable)
     leaves = []
     for (path, variable), spec in zip(flat, shape.leaf_specs, strict=True):
         source = variable.get_metadata("source")
         sources = [_of_layer(source, layer) for layer in shape.layers_of(path)]
         grouped = variable.ndim > len(source.stack) + len(source.part_shape)
-        leaves.append(_Leaf(variable, sources, NamedSharding(mesh, spec), grouped))
+        leaves.append(Leaf(variable, sources, NamedSharding(mesh, spec), grouped))
     return leaves
 
 
@@ -171,7 +202,7 @@ def _say_what_is_left_out(stored: StoredWeights, config: ModelConfig, shape: Net
         _log.info("%d tensors are not loaded: %s", len(kinds), listed)
 
 
-def _say_what_is_dequantised(stored: StoredWeights, leaves: Iterable[_Leaf]) -> None:
+def _say_what_is_dequantised(stored: StoredWeights, leaves: Iterable[Leaf]) -> None:
     names = {
         name
         for leaf in leaves
@@ -186,7 +217,7 @@ def _say_what_is_dequantised(stored: StoredWeights, leaves: Iterable[_Leaf]) -> 
         )
 
 
-def _pieces(leaf: _Leaf) -> Iterator[_Piece]:
+def _pieces(leaf: Leaf) -> Iterator[_Piece]:
     """In the order of the parameter; pieces of one source are of one size."""
     itemsize = np.dtype(leaf.variable.dtype).itemsize
     for group, source in enumerate(leaf.sources):
@@ -237,13 +268,18 @@ def _placed(piece: _Piece, shards: _Shards, whole: jax.Array | None) -> jax.Arra
     arrays = [jax.device_put(shard, device) for shard, devices in shards for device in devices]
     inner = piece.leaf.inner_sharding
     part = jax.make_array_from_single_device_arrays(piece.shape, inner, arrays)
-    if piece.is_whole:
-        return jax.block_until_ready(part)
-    leaf = piece.leaf
+    return jax.block_until_ready(part) if piece.is_whole else write(piece.leaf, part, piece.place, whole)
+
+
+def write(leaf: Leaf, part: jax.Array, place: tuple[int, ...], whole: jax.Array | None) -> jax.Array:
+    """The parameter with a part, which lies on the mesh as a group's part does, at its place.
+
+    place: counted on each device, along the first axes. whole: what was written before, which is updated in place.
+    """
     if whole is None:
         whole = _zeros(leaf.variable.shape, leaf.variable.dtype, leaf.sharding)
-    # Writes that wait would each keep their piece.
-    return jax.block_until_ready(_write(whole, part, piece.place, leaf.sharding, inner.spec))
+    # Writes that wait would each keep their part.
+    return jax.block_until_ready(_write(whole, part, place, leaf.sharding, leaf.inner_sharding.spec))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -260,7 +296,11 @@ def _write(
     def write_own(whole: jax.Array, part: jax.Array, place: tuple[int, ...]) -> jax.Array:
         starts = (*place, *(0,) * (whole.ndim - len(place)))
         part = jax.lax.expand_dims(part, range(whole.ndim - part.ndim))
-        return jax.lax.dynamic_update_slice(whole, part, starts)
+        if whole.dtype.itemsize > 1:
+            return jax.lax.dynamic_update_slice(whole, part, starts)
+        # As bytes: to write a part, XLA for CPUs would convert all of an array of float8 there and back.
+        codes, own = (jax.lax.bitcast_convert_type(array, jnp.uint8) for array in (whole, part))
+        return jax.lax.bitcast_convert_type(jax.lax.dynamic_update_slice(codes, own, starts), whole.dtype)
 
     specs = (sharding.spec, spec, PartitionSpec())
     return jax.shard_map(write_own, mesh=sharding.mesh, in_specs=specs, out_specs=sharding.spec)(

@@ -114,6 +114,11 @@ class Checkpoint:
         return self._tensors[name]
 
     @property
+    def files(self) -> list[Path]:
+        """Every file that holds a tensor, sorted."""
+        return sorted({info.file for info in self._tensors.values()})
+
+    @property
     def total_bytes(self) -> int:
         """The stored size of all tensors."""
         return sum(info.nbytes for info in self._tensors.values())

@@ -9,6 +9,7 @@ from typing import Any
 from glm_dcp_jax.cache.placement import Layout
 from glm_dcp_jax.cache.records import RecordFormat
 from glm_dcp_jax.config import ConfigError, ModelConfig
+from glm_dcp_jax.model.converted import ConvertedCheckpoint
 from glm_dcp_jax.model.safetensors_reader import Checkpoint
 from glm_dcp_jax.transfer.pieces import Geometry
 
@@ -116,12 +117,18 @@ def record_id(record: RecordFormat, scales: tuple[float, ...] | None) -> str:
     return name if scales is None else f"{name} scales:{sha256(repr(scales).encode()).hexdigest()[:16]}"
 
 
-def model_id(model: ModelConfig, checkpoint: Checkpoint) -> str:
-    """A digest of config.json's fields and of samples of the weights.
+def model_id(model: ModelConfig, checkpoint: Checkpoint | ConvertedCheckpoint) -> str:
+    """A digest of config.json's fields and of samples of the weights; a converted checkpoint's is its original's."""
+    weights = checkpoint.weights_id if isinstance(checkpoint, ConvertedCheckpoint) else weights_id(checkpoint)
+    return sha256(f"{model!r} {weights}".encode()).hexdigest()
+
+
+def weights_id(checkpoint: Checkpoint) -> str:
+    """A digest of samples of the weights.
 
     Some bytes from the middle of each tensor, or of 4,096 of them: another training run changes nearly all of them.
     """
-    digest = sha256(repr(model).encode())
+    digest = sha256()
     names = checkpoint.names()
     for name in names[:: max(1, len(names) // _SAMPLED_TENSORS)]:
         info = checkpoint.info(name)

@@ -1,12 +1,18 @@
 """Checkpoint files against their SHA-256 sums."""
 
 import hashlib
+import sys
 from pathlib import Path
 
 import pytest
 
+from glm_dcp_jax import LLM
 from glm_dcp_jax.model.checksums import SUMS_NAME, verify_checksums
 from glm_dcp_jax.model.safetensors_reader import CheckpointError
+
+sys.path.append(str(Path(__file__).parents[1] / "oracle"))
+
+from random_models import make_model, write_checkpoint
 
 
 def sum_of(content: bytes) -> str:
@@ -78,3 +84,16 @@ def test_a_list_that_is_none(files):
     (files[0].parent / SUMS_NAME).write_text("model-1.safetensors is fine\n")
     with pytest.raises(CheckpointError, match="line 1 is not a SHA-256 sum and a file name"):
         verify_checksums(files[0].parent, files)
+
+
+def test_an_engine_that_is_asked_to_compares_first(tmp_path):
+    directory = write_checkpoint(tmp_path, *make_model("single_layer"))
+    with pytest.raises(CheckpointError, match="has no SHA-256 sum of model.safetensors"):
+        LLM(str(directory), verify_checksums=True)
+    file = directory / "model.safetensors"
+    write_sums([file])
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="1 of 1 files do not have their SHA-256 sum"):
+        LLM(str(directory), verify_checksums=True)

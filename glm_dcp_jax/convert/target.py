@@ -1,0 +1,94 @@
+"""The directory that a conversion makes: all of it or nothing, whatever happens on the way."""
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from glm_dcp_jax.config import ConfigError
+
+_log = logging.getLogger(__name__)
+_LOCK = ".lock"
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
+_MARGIN = 1.01
+"""What file systems and checkpoints take beside the weights."""
+
+
+def check_target(source: Path, target: Path) -> None:
+    """Raise ConfigError for a target that is, or holds, or lies in, anything that a conversion could spoil."""
+    source, target = source.resolve(), target.resolve()
+    if target == source:
+        raise ConfigError(
+            f"DST is SRC ({target}); give another directory, which is made: the original stays as it is"
+        )
+    if target.is_relative_to(source):
+        raise ConfigError(f"DST ({target}) lies in SRC ({source}); give a directory beside it")
+    if target.exists() and not target.is_dir():
+        raise ConfigError(f"DST ({target}) is a file; give a directory, which is made")
+    if target.is_dir() and any(target.iterdir()):
+        raise ConfigError(f"DST ({target}) exists and is not empty; remove it, or give another directory")
+
+
+def check_space(target: Path, nbytes: int) -> None:
+    """Raise ConfigError if so many bytes do not fit where the target will be."""
+    place = next(parent for parent in target.resolve().parents if parent.is_dir())
+    needed, free = int(nbytes * _MARGIN), shutil.disk_usage(place).free
+    if free < needed:
+        raise ConfigError(
+            f"{target} needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free in {place}; make room, or give "
+            "a directory on another disk"
+        )
+
+
+@contextlib.contextmanager
+def whole_or_nothing(target: Path) -> Iterator[Path]:
+    """A directory to fill, which becomes `target` if the block ends well, and goes if it does not.
+
+    It lies beside the target, as .NAME.partial-PID, and is locked while its process lives: what a killed process left
+    is removed by the next conversion into the same target.
+    """
+    target = target.resolve()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_stale(target)
+    partial = target.parent / f".{target.name}.partial-{os.getpid()}"
+    partial.mkdir()
+    try:
+        with (partial / _LOCK).open("w") as lock:
+            with contextlib.suppress(OSError):  # file systems without locks are written to all the same
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield partial
+            (partial / _LOCK).unlink()
+            try:
+                partial.rename(target)
+            except OSError as error:
+                raise ConfigError(
+                    f"{target} came into being in the meantime ({error.strerror}); what was converted is gone. Give "
+                    "another directory"
+                ) from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def copy_other_files(source: Path, target: Path) -> None:
+    """All of a checkpoint directory's files but its weights, and but hidden ones: configuration, tokenizer, templates.
+
+    Directories are not copied.
+    """
+    for path in sorted(source.iterdir()):
+        if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_WEIGHTS):
+            shutil.copyfile(path, target / path.name)
+
+
+def _remove_stale(target: Path) -> None:
+    """What conversions into this target left whose processes are certainly dead, for nobody holds their locks."""
+    for partial in target.parent.glob(f".{target.name}.partial-*"):
+        try:
+            with (partial / _LOCK).open("r+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(partial)
+                _log.info("removed %s, which a conversion left that was killed", partial)
+        except OSError:
+            _log.info("%s is there: another conversion is under way, or it is yours to remove", partial)
