@@ -1,7 +1,6 @@
 """What a checkpoint asks of the cache, in every spelling, and that plain weights stay welcome."""
 
 import json
-import re
 
 import pytest
 from published import GLM_5_2
