@@ -139,10 +139,10 @@ def check_tensors(
     """Raise CheckpointError unless all of these can be loaded; say what is left out, and what is dequantised."""
     expected = {name: source.shape for leaf in leaves for source in leaf.sources for name in source.names}
     _require_mtp(stored, shape)
+    stored.check(expected)  # first: what a weight is stored as decides its shape
     present = {name: stored.shape(name) for name in stored.names()}
     ignored = lambda name: _why_left_out(name, config, shape) is not None  # noqa: E731
     verify(expected, present, stored.checkpoint.directory, ignored=ignored)
-    stored.check(expected)
     _say_what_is_left_out(stored, config, shape)
     _say_what_is_dequantised(stored, leaves)
 

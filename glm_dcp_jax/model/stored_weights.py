@@ -31,6 +31,8 @@ Part = Literal["values", "codes", "scales", "outer"]
 
 _PLAIN_DTYPES = ("BF16", "F16", "F32")
 _SCALES = ("weight_scale_inv", "weight_scale", "weight_scale_2", "weight_global_scale")
+_SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
+_OUTER_DTYPES = ("F32", "BF16", "F16", "F64")
 _UNUSED = ("input_scale", "input_global_scale")
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
@@ -198,22 +200,24 @@ class StoredWeights:
         """Scales of some rows and columns of grains: of the blocks that these lie in."""
         stored, block = self.checkpoint.read(self._scale_name(name)), self.of(name).block
         if self.of(name).kind == "nvfp4":
-            return stored[tuple(slice(*bound) for bound in bounds)]
+            return _checked(self._scale_name(name), stored[tuple(slice(*bound) for bound in bounds)])
         places = [
             np.arange(*bound) * size // own for bound, size, own in zip(bounds, grain, block, strict=True)
         ]
         two = stored.astype(np.float32).reshape(stored.shape if stored.ndim == 2 else (stored.size, 1))
-        return two[np.ix_(*places)]
+        return _checked(self._scale_name(name), two[np.ix_(*places)])
 
     def _outer(self, name: str) -> np.ndarray:
         divided = f"{name}_global_scale" in self.checkpoint
         tensor = f"{name}_global_scale" if divided else f"{name}_scale_2"
         scale = self.checkpoint.read(tensor).astype(np.float32).reshape(())
-        if not (np.isfinite(scale) and scale > 0):
+        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+            outer = np.float32(1) / scale if divided else scale
+            largest = outer * np.float32(E2M1_MAX * E4M3_MAX)
+        if not (scale > 0 and largest > 0 and np.isfinite(largest)):
             raise CheckpointError(
-                f"{tensor} is {scale}; the scale of NVFP4 weights must be a positive number"
+                f"{tensor} is {scale}; the scale of NVFP4 weights must be a positive number, and leave them finite"
             )
-        outer = np.float32(1) / scale if divided else scale
         if outer > 1 and not self._warned:
             self._warned = True
             _log.warning(
@@ -241,6 +245,10 @@ class StoredWeights:
 
     def _read_format(self, name: str) -> StoredFormat:
         main, checkpoint = self.checkpoint.info(self._main(name)), self.checkpoint
+        if main.name != name and name in checkpoint:
+            raise CheckpointError(
+                f"there are both {name} and {main.name}, of which one can count; remove the other"
+            )
         base = name.removesuffix("weight")
         scales = (
             {kind for kind in _SCALES if base + kind in checkpoint} if name.endswith(".weight") else set()
@@ -253,6 +261,7 @@ class StoredWeights:
                 )
             return PLAIN
         if main.dtype == "F8_E4M3" and scales in ({"weight_scale_inv"}, {"weight_scale"}):
+            self._require_dtype(self._scale_name(name), _SCALE_DTYPES)
             return StoredFormat("fp8", self._fp8_block(name, main.shape))
         outer = {"weight_scale_2"} if main.name == name else {"weight_global_scale"}
         if main.dtype == "U8" and scales == {"weight_scale"} | outer:
@@ -283,17 +292,38 @@ class StoredWeights:
 
     def _check_nvfp4(self, name: str, shape: tuple[int, ...]) -> StoredFormat:
         scale = self.checkpoint.info(f"{name}_scale")
+        if len(shape) != 2:
+            raise CheckpointError(
+                f"{self._main(name)} is {list(shape)}; only matrices can be stored as NVFP4"
+            )
         inputs = 2 * shape[-1]
         expected = (shape[0], inputs // NVFP4_GROUP)
-        if len(shape) != 2 or inputs % NVFP4_GROUP or scale.shape != expected or scale.dtype != "F8_E4M3":
+        if inputs % NVFP4_GROUP or scale.shape != expected or scale.dtype != "F8_E4M3":
             raise CheckpointError(
                 f"{scale.name} is {scale.dtype} {list(scale.shape)}; NVFP4 weights of {inputs} inputs have F8_E4M3 "
                 f"scales {list(expected)}, one per {NVFP4_GROUP} inputs, which must divide evenly"
             )
         for kind in ("weight_scale_2", "weight_global_scale"):
             outer = f"{name.removesuffix('weight')}{kind}"
-            if outer in self.checkpoint and np.prod(self.checkpoint.info(outer).shape, dtype=int) != 1:
+            if outer not in self.checkpoint:
+                continue
+            self._require_dtype(outer, _OUTER_DTYPES)
+            if np.prod(self.checkpoint.info(outer).shape, dtype=int) != 1:
                 raise CheckpointError(
                     f"{outer} is {list(self.checkpoint.info(outer).shape)}; it must be one number"
                 )
         return NVFP4
+
+    def _require_dtype(self, tensor: str, allowed: tuple[str, ...]) -> None:
+        """Integers might be exponents, or anything."""
+        if (dtype := self.checkpoint.info(tensor).dtype) not in allowed:
+            raise CheckpointError(f"{tensor} is stored as {dtype}; scales are {', '.join(allowed)}")
+
+
+def _checked(tensor: str, scales: np.ndarray) -> np.ndarray:
+    """The scales. Raises CheckpointError for any that makes no weight, or turns signs around."""
+    wide = scales.astype(np.float32)
+    if not (np.isfinite(wide) & ~np.signbit(wide)).all():
+        wrong = wide[~np.isfinite(wide) | np.signbit(wide)].flat[0]
+        raise CheckpointError(f"{tensor} holds {wrong}; scales must be finite and not negative")
+    return scales

@@ -180,6 +180,47 @@ class TestErrors:
         with pytest.raises(CheckpointError, match="must be a positive number"):
             stored_in(tmp_path, tensors).read(NAME, "outer", (1, 16))
 
+    @pytest.mark.parametrize("scale", [1e-40, 1e-37])
+    def test_an_outer_scale_whose_reciprocal_leaves_nothing_finite(self, scale, tmp_path):
+        tensors, _ = quantised_models.compressed(NAME, random_weight((32, 64)))
+        tensors[f"{NAME}_global_scale"][:] = scale
+        with pytest.raises(CheckpointError, match="leave them finite"):
+            stored_in(tmp_path, tensors).read(NAME, "values", (1, 1))
+
+    @pytest.mark.parametrize("scale", [-1.0, np.nan, np.inf])
+    @pytest.mark.parametrize("how", ["fp8", "fp8_per_row", "modelopt"])
+    def test_scales_that_make_no_weight(self, how, scale, tmp_path):
+        tensors, _ = QUANTISERS[how](NAME, random_weight((32, 64)))
+        name = f"{NAME}_scale_inv" if how == "fp8" else f"{NAME}_scale"
+        if how == "modelopt" and np.isinf(scale):
+            return  # E4M3 has none
+        tensors[name][0, 0] = scale
+        stored = stored_in(tmp_path, tensors)
+        for part in ("values", "scales"):
+            with pytest.raises(
+                CheckpointError, match=f"{name} holds .*; scales must be finite and not negative"
+            ):
+                stored.read(NAME, part, (1, 16) if how == "modelopt" else (1, 1))
+
+    @pytest.mark.parametrize("dtype", [np.uint8, np.int32, ml_dtypes.float8_e4m3fn])
+    def test_integers_for_scales(self, dtype, tmp_path):
+        """Exponents, perhaps; taken as numbers they would make other weights."""
+        tensors, _ = quantised_models.fp8(NAME, random_weight((32, 64)))
+        tensors[f"{NAME}_scale_inv"] = np.full((1, 1), 120, dtype)
+        assert "scales are F32, BF16, F16, F8_E8M0" in self.message(tmp_path, tensors)
+
+    def test_a_weight_that_is_there_twice(self, tmp_path):
+        tensors, plain = quantised_models.compressed(NAME, random_weight((32, 64)))
+        tensors[NAME] = plain.astype(ml_dtypes.bfloat16)
+        stored = stored_in(tmp_path, tensors)
+        with pytest.raises(CheckpointError, match="there are both"):
+            stored.check([NAME])
+
+    def test_a_scalar_with_scales(self, tmp_path):
+        tensors, _ = quantised_models.modelopt(NAME, random_weight((32, 64)))
+        tensors[NAME] = np.zeros((), np.uint8)
+        assert "only matrices can be stored as NVFP4" in self.message(tmp_path, tensors)
+
     def test_many_are_cut_and_counted(self, tmp_path):
         tensors = {f"w{number}.weight": np.ones((4, 4), np.int8) for number in range(7)}
         with pytest.raises(CheckpointError, match="and 2 more$") as raised:
