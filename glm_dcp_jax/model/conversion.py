@@ -60,7 +60,8 @@ def convert_weights(
     written.
     """
     saved = {}
-    for name, leaves in parts.items():
+    for name, given in parts.items():
+        leaves = {key: _exact(stored, leaf) for key, leaf in given.items()}
         folder = directory / WEIGHTS / name
         _save(folder, dict(zip(leaves, load_leaves(stored, list(leaves.values()), done), strict=True)))
         arrays = {key: _saved(leaf) for key, leaf in leaves.items()}
@@ -68,6 +69,14 @@ def convert_weights(
     whole = replace(manifest, parts=saved)
     whole.write(directory)
     return whole
+
+
+def _exact(stored: StoredWeights, leaf: Leaf) -> Leaf:
+    """In float32 what is dequantised, such as kv_b: whoever serves it rounds it once, as from the original."""
+    (source,) = leaf.sources
+    if source.part != "values" or all(stored.of(name) == PLAIN for name in source.names if name):
+        return leaf
+    return leaf._replace(variable=jax.ShapeDtypeStruct(leaf.variable.shape, np.float32))
 
 
 def _save(folder: Path, arrays: dict[str, jax.Array]) -> None:

@@ -189,6 +189,13 @@ class TestDtypes:
         assert open_checkpoint(target).manifest.dtype == "bfloat16"
         assert_same(load(source, dtype="bfloat16"), load(target, dtype="bfloat16"))
 
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_what_is_dequantised_is_exact_in_whatever_it_is_served(self, converted, tmp_path, dtype):
+        """With no --dtype. kv_b of a quantised checkpoint is no bfloat16 number, though its plain weights are."""
+        source, _ = converted("mixed")
+        target = convert(source, tmp_path / "converted", "-tp", "4")
+        assert_same(load(source, dtype=dtype), load(target, dtype=dtype))
+
     def test_plain_weights_are_cast_which_the_log_says(self, converted, caplog):
         source, target = converted("odd_sizes")
         with caplog.at_level(logging.INFO):
