@@ -5,6 +5,7 @@ import fcntl
 import logging
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from glm_dcp_jax.config import ConfigError
 _log = logging.getLogger(__name__)
 _LOCK = ".lock"
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
+_QUIET_SECONDS, _CLEANING_SECONDS = 0.5, 20.0
 _MARGIN = 1.01
 """What file systems and checkpoints take beside the weights."""
 
@@ -69,7 +71,31 @@ def whole_or_nothing(target: Path) -> Iterator[Path]:
                     "another directory"
                 ) from None
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        _remove(partial)
+
+
+def _remove(partial: Path) -> None:
+    """For good: a save that was interrupted goes on writing for a moment, in threads of its own."""
+    quiet_until = deadline = time.monotonic()
+    deadline += _CLEANING_SECONDS
+    while time.monotonic() < deadline:
+        if partial.exists():
+            shutil.rmtree(partial, ignore_errors=True)
+            quiet_until = time.monotonic() + _QUIET_SECONDS
+        elif time.monotonic() >= quiet_until:
+            return
+        time.sleep(0.05)
+
+
+def _runs(pid: str) -> bool:
+    """Whether a process of this number lives, or may."""
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, ValueError, OverflowError):
+        pass
+    return True
 
 
 def copy_other_files(source: Path, target: Path) -> None:
@@ -90,5 +116,8 @@ def _remove_stale(target: Path) -> None:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(partial)
                 _log.info("removed %s, which a conversion left that was killed", partial)
+        except FileNotFoundError:  # no lock, so its process was cleaning up when it ended, or is
+            if not _runs(partial.name.rpartition("-")[2]):
+                shutil.rmtree(partial, ignore_errors=True)
         except OSError:
             _log.info("%s is there: another conversion is under way, or it is yours to remove", partial)

@@ -1,0 +1,54 @@
+"""The directory of a conversion: all of it or nothing, also with threads that go on writing, and what the dead left."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from glm_dcp_jax.convert.target import whole_or_nothing
+
+
+def partials(folder: Path) -> list[Path]:
+    return list(folder.glob(".*partial*"))
+
+
+def test_what_ends_well_is_there_at_once(tmp_path):
+    begin = time.monotonic()
+    with whole_or_nothing(tmp_path / "made") as partial:
+        (partial / "file").write_text("whole")
+    assert time.monotonic() - begin < 0.4
+    assert [path.name for path in (tmp_path / "made").iterdir()] == ["file"] and partials(tmp_path) == []
+
+
+def test_a_save_that_goes_on_after_an_interrupt_leaves_nothing(tmp_path):
+    written = threading.Event()
+
+    def save(partial: Path) -> None:
+        for number in range(30):
+            (partial / "weights" / str(number)).mkdir(parents=True, exist_ok=True)
+            written.set()
+            time.sleep(0.01)
+
+    with pytest.raises(KeyboardInterrupt), whole_or_nothing(tmp_path / "made") as partial:
+        saving = threading.Thread(target=save, args=(partial,))
+        saving.start()
+        written.wait()
+        raise KeyboardInterrupt
+    saving.join()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_dead_process_left_without_a_lock_goes(tmp_path):
+    dead = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True
+    )
+    stale, live = (tmp_path / f".made.partial-{pid}" for pid in (dead.stdout.strip(), os.getppid()))
+    for partial in (stale, live):
+        (partial / "weights").mkdir(parents=True)
+    with whole_or_nothing(tmp_path / "made") as partial:
+        (partial / "file").write_text("whole")
+    assert partials(tmp_path) == [live]
