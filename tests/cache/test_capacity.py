@@ -144,6 +144,10 @@ class TestMemory:
     LAYOUT = Layout(64, 2)
     EACH = page_bytes(GLM, LAYOUT, BFLOAT16)
 
+    @pytest.fixture(autouse=True)
+    def _jax_may_take_all_of_a_gpu(self, monkeypatch):
+        monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "1.0")
+
     def pages(self, devices: list, **flags) -> int:
         mesh = SimpleNamespace(devices=SimpleNamespace(flat=devices), local_devices=devices)
         cache = engine_config("m", **flags).cache

@@ -37,11 +37,11 @@ FACTORS = {
 QUICK_FACTORS = FACTORS | {
     "mesh": ((1, 1), (4, 4)),
     "chunk": (5, WHOLE),
-    "block_size": (4, 64),
+    "block_size": (4,),
     "interleave": (1, "block"),
     "index_shards": (1, "dcp"),
     "segments": (2,),
-    "inside": (1, 2),
+    "inside": (2,),
 }
 """What the default run covers all pairs of; other values occur in the slow run, and in tests beside this one."""
 INSIDE_EVERY = len(FACTORS["inside"])

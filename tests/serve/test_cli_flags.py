@@ -155,7 +155,6 @@ def test_vllm_flags_we_do_not_have_are_refused_by_name(name):
     [
         ("-pp 2 m", "-pp is not supported: .*--tensor-parallel-size"),
         ("-dp 2 m", "-dp is not supported"),
-        ("-ep m", "-ep is not supported"),
         ("m --no-enable-chunked-prefill", "prefill is always chunked"),
         ("m --tp 4", "unknown flag --tp; it is -tp here"),
         ("m --context-length 4096", "it is --max-model-len here"),
