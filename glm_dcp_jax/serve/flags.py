@@ -71,8 +71,6 @@ _VLLM_SHORT = {
     "-pp": "pipeline_parallel_size",
     "-dp": "data_parallel_size",
     "-pcp": "prefill_context_parallel_size",
-    "-ep": "enable_expert_parallel",
-    "-q": "quantization",
 }
 
 
