@@ -113,7 +113,7 @@ class TestLoading:
             ),
             ({"self_attn__indexers_proj__weight": np.ones(3)}, r"1 unexpected: model\.layers\.6\.self_attn"),
             (
-                {"eh_proj__weight": np.ones((64, 64))},
+                {"eh_proj__weight": np.ones((64, 64), np.float32)},
                 r"eh_proj\.weight is \(64, 64\) but should be \(64, 128\)",
             ),
         ],
