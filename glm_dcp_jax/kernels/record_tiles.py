@@ -122,14 +122,14 @@ def _fp8_latent(tile: RecordTile, columns: int) -> tuple[_Parts, Float[Array, "N
     groups = max(columns // FP8_GROUP, 1)
     scale = _float32(tile.integers("latent_scales", 4, groups))
     even, odd = _unweave(tile.units("latent", columns // tile.unit))
-    return _e4m3(even) + _e4m3(odd), _repeat(scale, even.shape[1] // groups)
+    return _e4m3(even) + _e4m3(odd), tiles.repeat(scale, even.shape[1] // groups)
 
 
 def _nvfp4_latent(tile: RecordTile, columns: int) -> tuple[_Parts, Float[Array, "N units"]]:
     """Parts of the codes, and what each unit is to be multiplied by."""
     codes, groups = 2 * tile.unit, columns // NVFP4_GROUP
     scale = tiles.weave(_e4m3(tile.units("latent_scales", groups // tile.unit))) * _HALF_BIAS
-    return _e2m1_halves(tile.units("latent", columns // codes)), _repeat(scale, NVFP4_GROUP // codes)
+    return _e2m1_halves(tile.units("latent", columns // codes)), tiles.repeat(scale, NVFP4_GROUP // codes)
 
 
 def _e4m3(units: Int[Array, "N units"]) -> _Parts:
@@ -170,8 +170,3 @@ def _unweave(woven: Shaped[Array, "N n"]) -> tuple[Shaped[Array, "N n/2"], Shape
     """The two parts that `tiles.weave` would make this of."""
     even, odd = jnp.unstack(woven.reshape(woven.shape[0], -1, 2), axis=-1)
     return even, odd
-
-
-def _repeat(values: Shaped[Array, "N n"], times: int) -> Shaped[Array, "N n*times"]:
-    """Each element `times` times in a row."""
-    return jnp.broadcast_to(values[:, :, None], (*values.shape, times)).reshape(values.shape[0], -1)

@@ -41,3 +41,13 @@ def weave(parts: list[Shaped[Array, "N n"]]) -> Shaped[Array, "N n*parts"]:
         return parts[0]
     pairs = jnp.stack([weave(parts[0::2]), weave(parts[1::2])], axis=-1)
     return pairs.reshape(pairs.shape[0], -1)
+
+
+def only(ref: jax.Ref) -> Shaped[Array, ""]:
+    """The one element of an array."""
+    return jnp.max(load(ref, jnp.zeros((1,), jnp.int32)))
+
+
+def repeat(values: Shaped[Array, "N n"], times: int) -> Shaped[Array, "N n*times"]:
+    """Each element `times` times in a row."""
+    return jnp.broadcast_to(values[:, :, None], (*values.shape, times)).reshape(values.shape[0], -1)

@@ -163,11 +163,6 @@ def gated(gate: Float[Array, "*n"], up: Float[Array, "*n"]) -> Float[Array, "*n"
     return gate * jax.nn.sigmoid(gate) * up
 
 
-def only(ref: jax.Ref) -> Shaped[Array, ""]:
-    """The one element of an array."""
-    return jnp.max(tiles.load(ref, jnp.zeros((1,), jnp.int32)))
-
-
 def _dots(weights: list[Array], x: list[Array], total: Array) -> Array:
     if len(x) == 1:
         weights = [tiles.weave(weights)]
@@ -257,7 +252,7 @@ class _Matrix(NamedTuple):
             return code_tiles.e4m3_parts(units, form.codes, form.dtype, self.interpret)
         groups = _Inputs.of(step, NVFP4_GROUP, form, self.cut)
         scales = codecs.decode_e4m3(self._load(self.stored[1], groups, self.cut.columns // NVFP4_GROUP))
-        scales = _repeat(scales, NVFP4_GROUP // form.codes)
+        scales = tiles.repeat(scales, NVFP4_GROUP // form.codes)
         return code_tiles.e2m1_parts(units, scales, form.dtype, self.interpret)
 
     def block_scale(self, step: Int[Array, " lines"]) -> Float[Array, " lines"]:
@@ -295,11 +290,6 @@ def unweave(woven: Shaped[Array, "N n"], parts: int) -> list[Shaped[Array, "N n/
     halves = jnp.unstack(woven.reshape(woven.shape[0], -1, 2), axis=-1)
     even, odd = (unweave(half, parts // 2) for half in halves)
     return [part for pair in zip(even, odd, strict=True) for part in pair]
-
-
-def _repeat(values: Shaped[Array, "N n"], times: int) -> Shaped[Array, "N n*times"]:
-    """Each element `times` times in a row."""
-    return jnp.broadcast_to(values[:, :, None], (*values.shape, times)).reshape(values.shape[0], -1)
 
 
 def _stack(array: Array, axes: int) -> Array:

@@ -168,12 +168,17 @@ def test_programs_that_share_inputs_add_up(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("backend", ["reference", "interpret"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(0, 16, 32), (3, 0, 32), (3, 16, 0)])
+@pytest.mark.parametrize(
+    ("kind", "rows", "outputs", "inputs"),
+    [
+        (kind, *sizes)
+        for kind in KINDS
+        for sizes in [(0, 16, 32), (3, 0, 32), (3, 16, 0)]
+        if kind != "fp8" or 0 not in sizes[1:]  # FP8 weights have at least one block
+    ],
+)
 def test_empty_sizes(kind: str, backend: str, rows: int, outputs: int, inputs: int) -> None:
     weight = random_weight(kind, np.random.default_rng(2), 2, outputs, inputs)
-    if isinstance(weight, Fp8Weight) and 0 in (outputs, inputs):
-        pytest.skip("FP8 weights have at least one block")
     found = linear(jnp.ones((rows, inputs), jnp.bfloat16), weight, 1, backend=backend)
     assert found.shape == (rows, outputs) and not found.any()
 

@@ -187,13 +187,18 @@ class TestErrors:
         with pytest.raises(CheckpointError, match="leave them finite"):
             stored_in(tmp_path, tensors).read(NAME, "values", (1, 1))
 
-    @pytest.mark.parametrize("scale", [-1.0, np.nan, np.inf])
-    @pytest.mark.parametrize("how", ["fp8", "fp8_per_row", "modelopt"])
+    @pytest.mark.parametrize(
+        ("how", "scale"),
+        [
+            (how, scale)
+            for how in ("fp8", "fp8_per_row", "modelopt")
+            for scale in (-1.0, np.nan, np.inf)
+            if how != "modelopt" or not np.isinf(scale)  # E4M3 has no infinity
+        ],
+    )
     def test_scales_that_make_no_weight(self, how, scale, tmp_path):
         tensors, _ = QUANTISERS[how](NAME, random_weight((32, 64)))
         name = f"{NAME}_scale_inv" if how == "fp8" else f"{NAME}_scale"
-        if how == "modelopt" and np.isinf(scale):
-            return  # E4M3 has none
         tensors[name][0, 0] = scale
         stored = stored_in(tmp_path, tensors)
         for part in ("values", "scales"):

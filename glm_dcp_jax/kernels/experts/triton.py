@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from glm_dcp_jax.kernels import tiles, weight_tiles
 from glm_dcp_jax.kernels.experts.tile_plan import plan_tiles
 from glm_dcp_jax.kernels.experts.tiling import tiling
-from glm_dcp_jax.kernels.weight_tiles import Cut, Form, Rows, gated, only
+from glm_dcp_jax.kernels.weight_tiles import Cut, Form, Rows, gated
 from glm_dcp_jax.kernels.weights import Weight, shape_of
 
 
@@ -96,7 +96,7 @@ class _Product:
 
         def compute() -> None:
             expert = jnp.max(tiles.load(chosen, jnp.broadcast_to(first, 1)))
-            own = only(group) * self.stride + expert * self.cut.matrices
+            own = tiles.only(group) * self.stride + expert * self.cut.matrices
             matrices = [own + number for number in range(self.cut.matrices)]
             rows = Rows(x, jax.lax.div(assignment, self.each), assignment >= 0)
             start = block * self.cut.outputs
@@ -145,7 +145,7 @@ def _down(
 ) -> None:
     *stored, out = refs
     place = pl.program_id(0)
-    block = only(part) * part_blocks + place
+    block = tiles.only(part) * part_blocks + place
 
     def write(assignment: Array, products: list[Array]) -> None:
         factor = tiles.load(factors, jnp.maximum(assignment, 0), mask=assignment >= 0)

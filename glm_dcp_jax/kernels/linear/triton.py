@@ -78,7 +78,7 @@ def _multiply(
     *stored, out = refs
     start, split = pl.program_id(0) * cut.outputs, pl.program_id(2)
     row = pl.program_id(1) * cut.rows + jnp.arange(cut.rows)
-    first = weight_tiles.only(group) * stride
+    first = tiles.only(group) * stride
     own = [first + number for number in range(cut.matrices)]
     given = Rows(x, row, row < out.shape[2])
     totals = weight_tiles.multiply(given, stored, own, start, split, form, cut, interpret)

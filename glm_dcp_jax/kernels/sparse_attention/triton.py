@@ -104,7 +104,7 @@ def _listed(pool: jax.Ref, plane: jax.Ref, slots: jax.Ref, row: Array, split: Ar
         return tiles.load(slots, _like(row, index), index, mask=index < count, other=-1)
 
     per_split = -(-count // (cut.splits * cut.records))
-    return _List(pool, _only(plane), at, split, cut.splits, per_split, cut.records)
+    return _List(pool, tiles.only(plane), at, split, cut.splits, per_split, cut.records)
 
 
 def _current(current: jax.Ref, valid: jax.Ref, row: Array, cut: Tiling) -> _List:
@@ -153,7 +153,7 @@ class _Program(NamedTuple):
         columns = record_tiles.latent_columns(record)
         q_latent = self._queries(0, record.latent_width, columns)
         q_rope = self._queries(record.latent_width, record.rope_width, record_tiles.rope_columns(record))
-        outer_scale = None if self.outer_scale is None else _only(self.outer_scale)
+        outer_scale = None if self.outer_scale is None else tiles.only(self.outer_scale)
 
         def step(number: Array, state: _State) -> _State:
             slots = todo.slots(number)
@@ -206,11 +206,6 @@ class _Program(NamedTuple):
     def _per_head(self, values: Shaped[Array, " M"]) -> Shaped[Array, "..."]:
         """Values of heads, to be broadcast over the output's tile or the weights'."""
         return values[:, None] if self.cut.wide else values[None, :]
-
-
-def _only(ref: jax.Ref) -> Shaped[Array, ""]:
-    """The one element of an array."""
-    return jnp.max(tiles.load(ref, jnp.zeros((1,), jnp.int32)))
 
 
 def _like(number: Int[Array, ""], index: Array) -> Int[Array, "..."]:
