@@ -18,10 +18,16 @@ def test_results_and_errors_come_back():
 
 @pytest.mark.parametrize("finish_queued", [True, False])
 def test_closing_decides_about_what_has_not_begun(finish_queued):
-    pool, go_on = DaemonPool(1, "test"), threading.Event()
-    running, queued = pool.submit(go_on.wait, 5), pool.submit(int, "1")
+    pool, began, go_on = DaemonPool(1, "test"), threading.Event(), threading.Event()
+
+    def work() -> bool:
+        began.set()
+        return go_on.wait(20)
+
+    running, queued = pool.submit(work), pool.submit(int, "1")
+    assert began.wait(20), "what has not begun is queued too"
     threading.Timer(0.1, go_on.set).start()
-    pool.close(5, finish_queued)
+    pool.close(20, finish_queued)
     assert running.result(0) is True
     assert queued.cancelled() is not finish_queued
     assert pool.submit(int, "2").cancelled(), "it takes no more work"
