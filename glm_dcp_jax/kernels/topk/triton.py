@@ -77,16 +77,15 @@ def select_positions(
             name=f"topk{kernel.__name__}",
         )(*inputs)
 
-    chosen: list[Array] = []
-    if above := levels.sizes[1:]:
-        maxima = launch(
-            _maxima, (rows, -(-columns // TILE)), 4, [(size, jnp.uint32) for size in above], scores, seen
-        )
+    above: list[Array] = []
+    if sizes := levels.sizes[1:]:
+        tiles_of_row = -(-columns // TILE)
+        maxima = launch(_maxima, (rows, tiles_of_row), 4, [(size, jnp.uint32) for size in sizes], scores, seen)
         for values in reversed(maxima):
-            outputs = [(min(k, values.shape[1]), jnp.int32)]
-            chosen = launch(_groups, (rows,), 16, outputs, values, *chosen)
-    outputs = [(min(k, columns), dtype) for dtype in (jnp.uint32, jnp.int32)]
-    inverted, positions = launch(_columns, (rows,), 16, outputs, scores, seen, *chosen)
+            above = launch(_choose, (rows,), 16, [(min(k, values.shape[1]), jnp.int32)], values, *above)
+    (positions,) = launch(_choose, (rows,), 16, [(min(k, columns), jnp.int32)], scores, *above, seen)
+    values = jnp.take_along_axis(scores, jnp.maximum(positions, 0), axis=1)
+    inverted = jnp.where(positions < 0, jnp.uint32(_WORST), ~reference.sortable(values))
     _, positions = jax.lax.sort((inverted, positions), num_keys=2, is_stable=False)
     return jnp.pad(positions, ((0, 0), (0, k - positions.shape[1])), constant_values=-1)
 
@@ -106,26 +105,36 @@ def _maxima(scores: jax.Ref, seen: jax.Ref, *maxima: jax.Ref, group: int) -> Non
         tiles.store(level, row, index, value=number, mask=index < level.shape[1])
 
 
-def _groups(maxima: jax.Ref, *rest: jax.Ref, group: int) -> None:
-    """Each row's k best groups of one level, by position; then -1. rest: those chosen above, if any; then the groups."""
-    row, (*above, chosen) = _program(0), rest
-    index, there = _items(maxima, row, above, group)
-    number = tiles.load(maxima, row[:, None], index, mask=there)
-    room = _store_best(number, row, [(chosen, index)], chosen.shape[1])
-    _leave_empty(chosen, row, room, -1)
+def _choose(values: jax.Ref, *rest: jax.Ref, group: int) -> None:
+    """Each row's k best columns, or groups of a level, in the order of their positions; then -1.
 
-
-def _columns(scores: jax.Ref, seen: jax.Ref, *rest: jax.Ref, group: int) -> None:
-    """Each row's k best columns, by position: their numbers, inverted, and their positions; then _WORST and -1.
-
-    rest: the groups chosen above, if any; then both results.
+    values: scores, or a level's maxima. rest: the groups chosen above, where there are; of scores, how many are visible;
+    then the result.
     """
-    row, (*above, inverted, positions) = _program(0), rest
-    position, there = _items(scores, row, above, group)
-    number = _numbers(scores, row, position, there, tiles.load(seen, row))
-    room = _store_best(number, row, [(inverted, ~number), (positions, position)], positions.shape[1])
-    _leave_empty(inverted, row, room, _WORST)
-    _leave_empty(positions, row, room, -1)
+    row, (*rest, best) = _program(0), rest
+    limit = tiles.load(rest.pop(), row) if values.dtype == jnp.float32 else None
+    item, there = _items(values, row, rest, group)
+    if limit is None:
+        number = tiles.load(values, row[:, None], item, mask=there)
+    else:
+        number = _numbers(values, row, item, there, limit)
+    k = best.shape[1]
+    room = jnp.minimum(k, _count(number > 0))
+    threshold = _threshold(number, room)
+    above, equal = number > threshold, number == threshold
+    ties = room - _count(above)
+    # Both are counted at once, in the halves of an integer.
+    ones = above.astype(jnp.int32) | (equal.astype(jnp.int32) << 16)
+    of_group = jnp.sum(ones, axis=1)
+    before = (jnp.cumsum(of_group) - of_group)[:, None] + jnp.cumsum(ones, axis=1) - ones
+    tie = before >> 16
+    place = (before & 0xFFFF) + jnp.minimum(tie, ties)
+    # With what isn't chosen at place k there are registers for everything.
+    place = jnp.where(above | (equal & (tie < ties)), place, k)
+    tiles.store(best, row[:, None], place, value=item, mask=place < k)
+    place = jnp.arange(tiles.next_power(k))
+    empty = (place >= room) & (place < k)
+    tiles.store(best, row, place, value=jnp.full(place.shape, -1), mask=empty)
 
 
 def _program(axis: int) -> Int[Array, "1"]:
@@ -143,14 +152,14 @@ def _members(groups: Int[Array, " G"], group: int) -> Int[Array, "G group"]:
 def _items(values: jax.Ref, row: Array, above: list[jax.Ref], group: int) -> tuple[Array, Array]:
     """What a row's program chooses from: members of the groups chosen above, or everything; and which of it exists."""
     size = values.shape[1]
+    count = above[0].shape[1] if above else -(-size // group)
+    number = jnp.arange(tiles.next_power(count))
     if above:
-        count = above[0].shape[1]
-        number = jnp.arange(tiles.next_power(count))
         groups = tiles.load(above[0], row, number, mask=number < count, other=-1)
     else:
-        groups = jnp.arange(tiles.next_power(-(-size // group)))
-    members = _members(groups, group)
-    return members, (groups >= 0)[:, None] & (members < size)
+        groups = jnp.where(number < count, number, -1)
+    items = _members(groups, group)
+    return items, (groups >= 0)[:, None] & (items < size)
 
 
 def _numbers(scores: jax.Ref, row: Array, position: Array, there: Array, limit: Array) -> UInt32[Array, "G group"]:
@@ -159,38 +168,15 @@ def _numbers(scores: jax.Ref, row: Array, position: Array, there: Array, limit: 
     return jnp.where(there & (position < limit[:, None]), reference.sortable(values), jnp.uint32(0))
 
 
-def _store_best(number: Array, row: Array, parts: list[tuple[jax.Ref, Array]], k: int) -> Array:
-    """Store, for the k largest numbers above 0 and of equal ones the first, their parts, in order.
-
-    Returns how many there are.
-    """
-    room = jnp.minimum(k, _count(number > 0))
+def _threshold(number: UInt32[Array, "G group"], room: Array) -> Array:
+    """The largest number that `room` numbers reach: above 0, or, for a room of 0, what no score becomes."""
 
     def try_bit(step: Array, found: Array) -> Array:
         candidate = found | (jnp.uint32(1) << (31 - step).astype(jnp.uint32))
         return jnp.where(_count(number >= candidate) >= room, candidate, found)
 
-    # The largest number that `room` numbers reach: above 0, or what no score becomes if there is no room.
-    threshold = jax.lax.fori_loop(0, 32, try_bit, jnp.uint32(0))
-    above, equal = number > threshold, number == threshold
-    ties = room - _count(above)
-    # Both are counted at once, in the halves of an integer.
-    ones = above.astype(jnp.int32) | (equal.astype(jnp.int32) << 16)
-    of_group = jnp.sum(ones, axis=1)
-    before = (jnp.cumsum(of_group) - of_group)[:, None] + jnp.cumsum(ones, axis=1) - ones
-    tie = before >> 16
-    place = (before & 0xFFFF) + jnp.minimum(tie, ties)
-    chosen = above | (equal & (tie < ties))
-    for ref, value in parts:
-        tiles.store(ref, row[:, None], place, value=value, mask=chosen)
-    return room
+    return jax.lax.fori_loop(0, 32, try_bit, jnp.uint32(0))
 
 
 def _count(which: Array) -> Array:
     return jnp.sum(jnp.sum(which.astype(jnp.int32), axis=1))
-
-
-def _leave_empty(ref: jax.Ref, row: Array, filled: Array, value: int) -> None:
-    place = jnp.arange(tiles.next_power(ref.shape[1]))
-    empty = (place >= filled) & (place < ref.shape[1])
-    tiles.store(ref, row, place, value=jnp.full(place.shape, value, ref.dtype), mask=empty)
