@@ -22,6 +22,7 @@ from glm_dcp_jax.kernels.linear import cost as linear
 from glm_dcp_jax.kernels.records import cost as records
 from glm_dcp_jax.kernels.sparse_attention import cost as sparse_attention
 from glm_dcp_jax.kernels.sparse_attention.tiling import SHARED_MEMORY
+from glm_dcp_jax.kernels.topk import cost as topk
 from glm_dcp_jax.kernels.weight_tiles import Form
 from glm_dcp_jax.plan.schedule import ArrayShape, Instruction
 
@@ -198,9 +199,20 @@ def _plain_dtype(stored: Sequence[ArrayShape]) -> DTypeLike:
     return _DTYPES.get(stored[0].dtype, jnp.bfloat16)
 
 
-def _all_of_it(operands: Sequence[ArrayShape], results: Sequence[ArrayShape], workload: Workload) -> Cost:
-    """Kernels of top-k read all their operands; `topk.cost` adds them up."""
-    return Cost(sum(array.nbytes for array in operands), sum(array.nbytes for array in results))
+def _topk_maxima(operands: Sequence[ArrayShape], results: Sequence[ArrayShape], workload: Workload) -> Cost:
+    """Operands scores, and how many are visible; results: the maxima of groups of every size."""
+    rows, columns = operands[0].sizes
+    maxima = sum(level.sizes[1] for level in results)
+    return topk.maxima_cost(rows, columns, min(workload.visible, columns), maxima)
+
+
+def _topk_choose(operands: Sequence[ArrayShape], results: Sequence[ArrayShape], workload: Workload) -> Cost:
+    """Operands scores or maxima, the groups chosen above if any, and of scores how many are visible."""
+    values, *more = operands
+    rows, size = values.sizes
+    scores = values.dtype == "f32"
+    above = more[0].sizes[1] if len(more) > scores else 0
+    return topk.choose_cost(rows, size, results[0].sizes[1], above, scores=scores)
 
 
 _COSTS = {
@@ -215,6 +227,6 @@ _COSTS = {
     "gated_linear": _gated_linear,
     "experts_gate_up": _experts_gate_up,
     "experts_down": _experts_down,
-    "topk_count": _all_of_it,
-    "topk_gather": _all_of_it,
+    "topk_maxima": _topk_maxima,
+    "topk_choose": _topk_choose,
 }

@@ -19,8 +19,8 @@ def select_positions(
 
     Rows with fewer than k visible columns select all of them; no more are visible than there are. -0.0 in scores must
     already be +0.0. NaN ranks as -inf. scores: float32. On GPUs rows of more than `triton.SORTED_COLUMNS` columns are
-    searched, whatever k: sorting them takes several kernels, which move every column many times. Raises ValueError for
-    arrays that do not fit together, and for a negative k.
+    searched, for k up to 8,192 and 8 million columns: sorting them takes several kernels, which move every column many
+    times. Raises ValueError for arrays that do not fit together, and for a negative k.
     """
     visible = _checked(scores, visible, k)
     return dispatch(

@@ -26,8 +26,6 @@ SORTED_COLUMNS = 4096
 
 ITEMS = 16384
 """Columns, or groups, that a program chooses from: 32 in each of 512 threads, in registers."""
-MOST_CHOSEN = ITEMS // 2
-"""Largest k that is searched: the members of k groups are as many as a program can choose from."""
 GROUP = 8
 """Members of a group, where k leaves room for so many: what reads least from 131,072 columns with k = 2048."""
 
@@ -47,14 +45,19 @@ class Levels(NamedTuple):
 
     @staticmethod
     def of(columns: int, k: int) -> "Levels | None":
-        """None where a row can't be searched: k is over MOST_CHOSEN, or columns are many millions."""
-        group = min(GROUP, ITEMS // tiles.next_power(k))
+        """None where rows can't be searched: k is over half of ITEMS, or columns are many millions."""
+        group = group_of(k)
         if group < 2:
             return None
         sizes = [columns]
         while sizes[-1] > ITEMS:
             sizes.append(_up(-(-sizes[-1] // group), group))
         return Levels(group, tuple(sizes)) if group ** (len(sizes) - 1) <= TILE else None
+
+
+def group_of(k: int) -> int:
+    """Members of a group where k are chosen; below 2 where k is too large to search."""
+    return min(GROUP, ITEMS // tiles.next_power(k))
 
 
 def select_positions(
@@ -71,19 +74,19 @@ def select_positions(
         return pl.pallas_call(
             partial(kernel, group=levels.group),
             grid=grid,
-            out_shape=[jax.ShapeDtypeStruct((rows, size), dtype) for size, dtype in outputs],
+            out_shape=outputs,
             interpret=interpret,
             compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
             name=f"topk{kernel.__name__}",
         )(*inputs)
 
+    choose = partial(launch, _choose, (rows,), 16, jax.ShapeDtypeStruct((rows, min(k, columns)), jnp.int32))
     above: list[Array] = []
     if sizes := levels.sizes[1:]:
-        tiles_of_row = -(-columns // TILE)
-        maxima = launch(_maxima, (rows, tiles_of_row), 4, [(size, jnp.uint32) for size in sizes], scores, seen)
-        for values in reversed(maxima):
-            above = launch(_choose, (rows,), 16, [(min(k, values.shape[1]), jnp.int32)], values, *above)
-    (positions,) = launch(_choose, (rows,), 16, [(min(k, columns), jnp.int32)], scores, *above, seen)
+        outputs = [jax.ShapeDtypeStruct((rows, size), jnp.uint32) for size in sizes]
+        for maxima in reversed(launch(_maxima, (rows, -(-columns // TILE)), 4, outputs, scores, seen)):
+            above = [choose(maxima, *above)]
+    positions = choose(scores, *above, seen)
     values = jnp.take_along_axis(scores, jnp.maximum(positions, 0), axis=1)
     inverted = jnp.where(positions < 0, jnp.uint32(_WORST), ~reference.sortable(values))
     _, positions = jax.lax.sort((inverted, positions), num_keys=2, is_stable=False)
@@ -162,7 +165,9 @@ def _items(values: jax.Ref, row: Array, above: list[jax.Ref], group: int) -> tup
     return items, (groups >= 0)[:, None] & (items < size)
 
 
-def _numbers(scores: jax.Ref, row: Array, position: Array, there: Array, limit: Array) -> UInt32[Array, "G group"]:
+def _numbers(
+    scores: jax.Ref, row: Array, position: Array, there: Array, limit: Array
+) -> UInt32[Array, "G group"]:
     """The numbers of scores; 0, which is below all of them, of what isn't visible."""
     values = tiles.load(scores, row[:, None], position, mask=there)
     return jnp.where(there & (position < limit[:, None]), reference.sortable(values), jnp.uint32(0))
