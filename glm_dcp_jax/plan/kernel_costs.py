@@ -106,12 +106,13 @@ def _combine(operands: Sequence[ArrayShape], results: Sequence[ArrayShape], work
 
 
 def _index_scores(operands: Sequence[ArrayShape], results: Sequence[ArrayShape], workload: Workload) -> Cost:
-    """Operands q, head weights, pool, layer, page table, visible; results: the scores."""
+    """Operands q, head weights, pool, layer, page table, visible; results: the scores, maxima if there are."""
     requests, rows, heads, _ = operands[0].sizes
     context = results[0].sizes[-1]
     itemsize = jnp.dtype(_DTYPES[operands[0].dtype]).itemsize
     visible, index = min(workload.visible, context), workload.record.index
-    return index_scores.cost(requests, rows, heads, context, visible, index, itemsize)
+    group = context // results[1].sizes[-1] if len(results) > 1 else 0
+    return index_scores.cost(requests, rows, heads, context, visible, index, itemsize, group)
 
 
 def _pack(operands: Sequence[ArrayShape], results: Sequence[ArrayShape], workload: Workload) -> Cost:
@@ -200,18 +201,18 @@ def _plain_dtype(stored: Sequence[ArrayShape]) -> DTypeLike:
 
 
 def _topk_maxima(operands: Sequence[ArrayShape], results: Sequence[ArrayShape], workload: Workload) -> Cost:
-    """Operands scores, and how many are visible; results: the maxima of groups of every size."""
+    """Operands scores and how many are visible, or maxima alone; results: the maxima of groups of every size."""
     rows, columns = operands[0].sizes
-    maxima = sum(level.sizes[1] for level in results)
-    return topk.maxima_cost(rows, columns, min(workload.visible, columns), maxima)
+    visible = min(workload.visible, columns) if operands[0].dtype == "f32" else None
+    return topk.maxima_cost(rows, columns, visible, sum(level.sizes[1] for level in results))
 
 
 def _topk_choose(operands: Sequence[ArrayShape], results: Sequence[ArrayShape], workload: Workload) -> Cost:
-    """Operands scores or maxima, the groups chosen above if any, and of scores how many are visible."""
+    """Operands scores and how many are visible, or maxima; then the groups chosen above, if any."""
     values, *more = operands
     rows, size = values.sizes
     scores = values.dtype == "f32"
-    above = more[0].sizes[1] if len(more) > scores else 0
+    above = more[-1].sizes[1] if len(more) > scores else 0
     return topk.choose_cost(rows, size, results[0].sizes[1], above, scores=scores)
 
 

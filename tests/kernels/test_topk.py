@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from glm_dcp_jax.kernels.cost import Cost
 from glm_dcp_jax.kernels.index_scores import index_scores
 from glm_dcp_jax.kernels.tiles import next_power
-from glm_dcp_jax.kernels.topk import select_mask, select_positions, triton
+from glm_dcp_jax.kernels.topk import maxima_group, select_mask, select_positions, triton
 from glm_dcp_jax.kernels.topk.cost import cost, sort_cost
+from glm_dcp_jax.kernels.topk.reference import sortable
 
 ROWS = 4
 # Few shapes, many values: jax compiles once for each shape.
@@ -222,6 +223,32 @@ class TestSearchOfLongRows:
         assert self.agrees(np.full((self.rows, columns), -7.5, np.float32))
 
 
+@pytest.mark.parametrize("columns", [20_480, 150_016])
+def test_known_maxima_change_nothing(columns: int) -> None:
+    rows, k = 3, 2048
+    scores, visible = few_values((rows, columns)), np.array([columns, 5000, 0])
+    group = maxima_group(columns, k)
+    numbers = np.where(np.arange(columns) < visible[:, None], sortable(scores), 0)
+    maxima = numbers.reshape(rows, -1, group).max(-1)
+    for backend in ("reference", "interpret"):
+        found = jax.jit(partial(select_positions, k=k, backend=backend))(scores, visible, maxima=maxima)
+        np.testing.assert_array_equal(found, sorted_selection(scores, visible, k))
+
+
+def test_maxima_that_do_not_fit_are_refused() -> None:
+    scores, visible = jnp.zeros((3, 20_480)), np.zeros(3, np.int32)
+    with pytest.raises(ValueError, match="maxima"):
+        select_positions(scores, visible, 2048, maxima=jnp.zeros((3, 20_480 // 4), jnp.uint32))
+    with pytest.raises(ValueError, match="maxima"):
+        select_positions(scores, visible, 2048, maxima=jnp.zeros((3, 20_480 // 8)))
+
+
+@pytest.mark.parametrize(("columns", "k", "group"), [(131_072, 2048, 8), (131_072, 4096, 4), (2**20, 64, 8)])
+def test_maxima_of_whole_groups_are_of_use(columns: int, k: int, group: int) -> None:
+    assert maxima_group(columns, k) == group
+    assert maxima_group(columns + 8, k) == maxima_group(triton.ITEMS, k) == maxima_group(columns, 9000) == 0
+
+
 @pytest.mark.parametrize("k", [1, 64, 2048, 4096, 8192])
 @pytest.mark.parametrize("columns", [4097, 16_385, 131_072, 2**20])
 def test_each_level_is_the_groups_of_the_one_below(columns: int, k: int) -> None:
@@ -265,6 +292,22 @@ def test_declared_bytes_are_what_the_kernels_move(columns: int, moved: Callable[
         declared, found, by_xla = cost(rows, columns, visible, k), moved(), sort_cost(rows, k)
         assert found.bytes_read == declared.bytes_read - by_xla.bytes_read
         assert found.bytes_written == declared.bytes_written - by_xla.bytes_written
+
+
+@pytest.mark.parametrize("columns", [20_480, 150_016])
+def test_with_known_maxima_scores_are_read_only_where_they_are_chosen(
+    columns: int, moved: Callable[[], Cost]
+) -> None:
+    rows, k = 3, 300
+    scores, visible = few_values((rows, columns)), np.full(rows, columns, np.int32)
+    maxima = np.asarray(sortable(scores)).reshape(rows, -1, 8).max(-1)
+    jax.block_until_ready(
+        jax.jit(partial(select_positions, k=k, backend="interpret"))(scores, visible, maxima=maxima)
+    )
+    declared, by_xla = cost(rows, columns, columns, k, has_maxima=True), sort_cost(rows, k)
+    assert moved() == Cost(
+        declared.bytes_read - by_xla.bytes_read, declared.bytes_written - by_xla.bytes_written
+    )
 
 
 def test_short_rows_cost_their_sort() -> None:

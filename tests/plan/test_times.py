@@ -217,12 +217,19 @@ def test_top_k_reads_all_scores_for_the_maxima_of_groups():
     )
 
 
+def test_top_k_reads_all_maxima_for_those_of_larger_groups():
+    assert estimate(kernel("topk_maxima", "u32[4,512]{1,0}", 1), "u32[4,4096]{1,0}") == (
+        4 * 4 * (4096 + 512) / 1e3,
+        "declared",
+    )
+
+
 @pytest.mark.parametrize(
     ("operands", "read"),
     [
         (("u32[4,512]{1,0}",), 512),
         (("u32[4,4096]{1,0}", "s32[4,64]{1,0}"), 8 * 64 + 64),
-        (("f32[4,4096]{1,0}", "s32[4,64]{1,0}", "s32[4]{0}"), 8 * 64 + 64 + 1),
+        (("f32[4,4096]{1,0}", "s32[4]{0}", "s32[4,64]{1,0}"), 8 * 64 + 64 + 1),
         (("f32[4,4096]{1,0}", "s32[4]{0}"), 4096 + 1),
     ],
     ids=["largest groups", "groups in groups", "columns in groups", "columns"],

@@ -7,11 +7,11 @@ _PAIR = 8
 """Bytes of a number and a position, as they are sorted."""
 
 
-def cost(rows: int, columns: int, visible: int, k: int) -> Cost:
+def cost(rows: int, columns: int, visible: int, k: int, has_maxima: bool = False) -> Cost:
     """`rows` rows that see `visible` of their `columns` columns, whole groups: what all kernels move, and the sort.
 
     A sort, of short rows or of what was chosen, counts as one read and one write of what it sorts; the scores of what
-    was chosen, which are read and written for it, once more.
+    was chosen, which are read and written for it, once more. has_maxima: those of the smallest groups are given.
     """
     levels = triton.Levels.of(columns, k)
     if columns <= triton.SORTED_COLUMNS or levels is None:
@@ -22,14 +22,21 @@ def cost(rows: int, columns: int, visible: int, k: int) -> Cost:
     for size in below:
         groups = -(-groups // levels.group)
         each.append(choose_cost(rows, size, k, k, min(k, groups), scores=size == columns))
-    if below:
+    if has_maxima and len(below) > 1:
+        each.append(maxima_cost(rows, levels.sizes[1], None, sum(levels.sizes[2:])))
+    elif below and not has_maxima:
         each.append(maxima_cost(rows, columns, visible, sum(levels.sizes[1:])))
     each.append(sort_cost(rows, min(k, columns)))
     return Cost(sum(part.bytes_read for part in each), sum(part.bytes_written for part in each))
 
 
-def maxima_cost(rows: int, columns: int, visible: int, maxima: int) -> Cost:
-    """The kernel that leaves `maxima` numbers a row, of groups of every size. Whole tiles are read."""
+def maxima_cost(rows: int, columns: int, visible: int | None, maxima: int) -> Cost:
+    """The kernel that leaves `maxima` numbers a row, of groups of every size. Whole tiles are read.
+
+    visible: of columns that are scores; None: they are maxima themselves.
+    """
+    if visible is None:
+        return Cost(4 * rows * columns, 4 * rows * maxima)
     scores = min(-(-visible // triton.TILE) * triton.TILE, columns)
     programs = rows * -(-columns // triton.TILE)
     return Cost(4 * rows * scores + 4 * programs, 4 * rows * maxima)

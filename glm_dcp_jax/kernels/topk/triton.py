@@ -9,6 +9,7 @@ and so on. It holds what it chooses from in registers, and finds the k-th best n
 Nothing that is read or written depends on the scores: in shape the scores' worst case is their best.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -61,7 +62,12 @@ def group_of(k: int) -> int:
 
 
 def select_positions(
-    scores: Float[Array, "T L"], visible: Int[Array, " T"], k: int, *, interpret: bool
+    scores: Float[Array, "T L"],
+    visible: Int[Array, " T"],
+    maxima: UInt32[Array, "T M"] | None = None,
+    *,
+    k: int,
+    interpret: bool,
 ) -> Int[Array, "T k"]:
     """See the op."""
     rows, columns = scores.shape
@@ -80,28 +86,42 @@ def select_positions(
             name=f"topk{kernel.__name__}",
         )(*inputs)
 
+    def maxima_of(values: Array, sizes: tuple[int, ...], *limit: Array) -> list[Array]:
+        outputs = [jax.ShapeDtypeStruct((rows, size), jnp.uint32) for size in sizes]
+        return (
+            launch(_maxima, (rows, -(-values.shape[1] // TILE)), 4, outputs, values, *limit) if sizes else []
+        )
+
+    if maxima is None:
+        known = maxima_of(scores, levels.sizes[1:], seen)
+    else:
+        known = [maxima, *maxima_of(maxima, levels.sizes[2:])]
     choose = partial(launch, _choose, (rows,), 16, jax.ShapeDtypeStruct((rows, min(k, columns)), jnp.int32))
     above: list[Array] = []
-    if sizes := levels.sizes[1:]:
-        outputs = [jax.ShapeDtypeStruct((rows, size), jnp.uint32) for size in sizes]
-        for maxima in reversed(launch(_maxima, (rows, -(-columns // TILE)), 4, outputs, scores, seen)):
-            above = [choose(maxima, *above)]
-    positions = choose(scores, *above, seen)
+    for level in reversed(known):
+        above = [choose(level, *above)]
+    positions = choose(scores, seen, *above)
     values = jnp.take_along_axis(scores, jnp.maximum(positions, 0), axis=1)
     inverted = jnp.where(positions < 0, jnp.uint32(_WORST), ~reference.sortable(values))
     _, positions = jax.lax.sort((inverted, positions), num_keys=2, is_stable=False)
     return jnp.pad(positions, ((0, 0), (0, k - positions.shape[1])), constant_values=-1)
 
 
-def _maxima(scores: jax.Ref, seen: jax.Ref, *maxima: jax.Ref, group: int) -> None:
-    """The largest visible number of each group in a tile, for groups of every size; 0 of those that have none."""
+def _maxima(values: jax.Ref, *rest: jax.Ref, group: int) -> None:
+    """The largest number of each group in a tile, for groups of every size; 0 of groups that have none visible.
+
+    values: scores, or a level's maxima. rest: of scores, how many are visible; then the results.
+    """
     row, tile = _program(0), _program(1)
-    limit, start = tiles.load(seen, row), tile * TILE
+    limit, *levels = _with_limit(values, row, rest)
+    start = tile * TILE
     position = start[:, None] + _members(jnp.arange(TILE // group), group)
-    # By whole tiles: a mask of no known alignment makes loads of one element.
-    there = (start < limit)[:, None] & (position < scores.shape[1])
-    number = _numbers(scores, row, position, there, limit)
-    for level in maxima:
+    there = position < values.shape[1]
+    if limit is not None:
+        # By whole tiles: a mask of no known alignment makes loads of one element.
+        there &= (start < limit)[:, None]
+    number = _numbers(values, row, position, there, limit)
+    for level in levels:
         number = jnp.max(number.reshape(-1, group), axis=1)
         of_tile = number.shape[0]
         index = tile * of_tile + jnp.arange(of_tile)
@@ -111,16 +131,13 @@ def _maxima(scores: jax.Ref, seen: jax.Ref, *maxima: jax.Ref, group: int) -> Non
 def _choose(values: jax.Ref, *rest: jax.Ref, group: int) -> None:
     """Each row's k best columns, or groups of a level, in the order of their positions; then -1.
 
-    values: scores, or a level's maxima. rest: the groups chosen above, where there are; of scores, how many are visible;
-    then the result.
+    values: scores, or a level's maxima. rest: of scores, how many are visible; the groups chosen above, if any; then
+    the result.
     """
     row, (*rest, best) = _program(0), rest
-    limit = tiles.load(rest.pop(), row) if values.dtype == jnp.float32 else None
-    item, there = _items(values, row, rest, group)
-    if limit is None:
-        number = tiles.load(values, row[:, None], item, mask=there)
-    else:
-        number = _numbers(values, row, item, there, limit)
+    limit, *parents = _with_limit(values, row, rest)
+    item, there = _items(values, row, parents, group)
+    number = _numbers(values, row, item, there, limit)
     k = best.shape[1]
     room = jnp.minimum(k, _count(number > 0))
     threshold = _threshold(number, room)
@@ -165,12 +182,19 @@ def _items(values: jax.Ref, row: Array, above: list[jax.Ref], group: int) -> tup
     return items, (groups >= 0)[:, None] & (items < size)
 
 
+def _with_limit(values: jax.Ref, row: Array, refs: Sequence[jax.Ref]) -> list[Any]:
+    """How many of a row's scores are visible, from the first of these arrays, or None for maxima; and the others."""
+    return [tiles.load(refs[0], row), *refs[1:]] if values.dtype == jnp.float32 else [None, *refs]
+
+
 def _numbers(
-    scores: jax.Ref, row: Array, position: Array, there: Array, limit: Array
+    values: jax.Ref, row: Array, item: Array, there: Array, limit: Array | None
 ) -> UInt32[Array, "G group"]:
-    """The numbers of scores; 0, which is below all of them, of what isn't visible."""
-    values = tiles.load(scores, row[:, None], position, mask=there)
-    return jnp.where(there & (position < limit[:, None]), reference.sortable(values), jnp.uint32(0))
+    """Maxima, or the numbers of scores; 0, which is below all of them, of what isn't there or isn't visible."""
+    found = tiles.load(values, row[:, None], item, mask=there)
+    if limit is None:
+        return found
+    return jnp.where(there & (item < limit[:, None]), reference.sortable(found), jnp.uint32(0))
 
 
 def _threshold(number: UInt32[Array, "G group"], room: Array) -> Array:
