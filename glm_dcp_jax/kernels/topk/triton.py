@@ -3,10 +3,11 @@
 Scores become uint32 numbers in their order. Neighbouring columns form groups, neighbouring groups larger groups; each
 stands for its largest number. The k best columns lie in the k best groups, of equal ones those of the lowest positions:
 k groups before a column's own would hold k columns before it. So one kernel reads all scores and leaves the maxima of
-the groups, of every size; then a program a row chooses k of the largest groups, k of the groups or columns in these,
-and so on. It holds what it chooses from in registers, and finds the k-th best number bit by bit.
+the groups, of every size; those of the smallest may also come with the scores. Then a program a row chooses k of the
+largest groups, k of the groups or columns in these, and so on. It holds what it chooses from in registers, and finds
+the k-th best number bit by bit.
 
-Nothing that is read or written depends on the scores: in shape the scores' worst case is their best.
+How much is read and written does not depend on the scores.
 """
 
 from collections.abc import Sequence
