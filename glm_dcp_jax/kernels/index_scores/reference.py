@@ -65,7 +65,7 @@ def paged_index_scores(
     _, rows, heads, width = q.shape
     context = page_table.shape[1] * paging.page_tokens
 
-    def one_request(request_q: Array, request_w: Array, pages: Array, seen: Array) -> Array:
+    def one_request(request_q: Array, request_w: Array, pages: Array, seen: Array) -> tuple[Array, ...]:
         keys = gather_index_keys(pool, layer, pages[None], *paging, q.dtype)[0]
         return with_maxima(index_scores(request_q, request_w, keys), seen, group)
 

@@ -135,8 +135,8 @@ def _choose(values: jax.Ref, *rest: jax.Ref, group: int) -> None:
     values: scores, or a level's maxima. rest: of scores, how many are visible; the groups chosen above, if any; then
     the result.
     """
-    row, (*rest, best) = _program(0), rest
-    limit, *parents = _with_limit(values, row, rest)
+    row, (*given, best) = _program(0), rest
+    limit, *parents = _with_limit(values, row, given)
     item, there = _items(values, row, parents, group)
     number = _numbers(values, row, item, there, limit)
     k = best.shape[1]
