@@ -5,17 +5,22 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from glm_dcp_jax.cache.records import IndexKeyFormat
 from glm_dcp_jax.kernels.dispatch import Backend, dispatch
 from glm_dcp_jax.kernels.each_request import each_request
 from glm_dcp_jax.kernels.index_keys import gather_index_keys
-from glm_dcp_jax.kernels.index_scores import index_scores, paged_index_scores, row_bytes
+from glm_dcp_jax.kernels.index_scores import (
+    index_scores,
+    paged_index_scores,
+    paged_scores_and_maxima,
+    row_bytes,
+)
 from glm_dcp_jax.kernels.index_scores.reference import Paging
 from glm_dcp_jax.kernels.row_blocks import WORKSPACE_BYTES, map_row_blocks
 from glm_dcp_jax.kernels.seen_blocks import map_seen_blocks
-from glm_dcp_jax.kernels.topk import select_mask, select_positions
+from glm_dcp_jax.kernels.topk import maxima_group, select_mask, select_positions
 
 
 class _Choice(NamedTuple):
@@ -26,12 +31,18 @@ class _Choice(NamedTuple):
     paging: Paging
     workspace: int
 
-    def of(self, scores: Float[Array, "T L"], visible: Int[Array, " T"], backend: Backend) -> Any:
-        """The choice from each row's first `visible` columns."""
+    def of(
+        self,
+        scores: Float[Array, "T L"],
+        visible: Int[Array, " T"],
+        backend: Backend,
+        maxima: UInt32[Array, "T M"] | None = None,
+    ) -> Any:
+        """The choice from each row's first `visible` columns; maxima: those of `select_positions`."""
         with jax.named_scope("top_k"):
             if self.form == "mask":
                 return select_mask(scores, visible, self.k)
-            positions = select_positions(scores, visible, self.k, backend)
+            positions = select_positions(scores, visible, self.k, backend, maxima)
             if self.form == "positions":
                 return positions
             return jnp.take_along_axis(scores, jnp.maximum(positions, 0), axis=1), positions
@@ -140,13 +151,21 @@ def _select_blocks(
     backend: Backend = "interpret" if interpret else "triton"
     requests, rows = visible.shape
     context = page_table.shape[1] * paging.page_tokens
-    # float32 scores, and the numbers of the same size that `select_mask` makes of them.
+    # float32 scores, and the numbers of the same size that `select_mask` makes of them; maxima are an eighth.
     per_row = context * (8 if choice.form == "mask" else 4)
 
+    group = 0 if choice.form == "mask" else maxima_group(context, choice.k)
+
     def together(block_q: Array, block_w: Array, pages: Array, seen: Array) -> Any:
+        given = (block_q, block_w, pool, layer, pages, seen, *paging)
+        maxima = None
         with jax.named_scope("index_scores"):
-            scores = paged_index_scores(block_q, block_w, pool, layer, pages, seen, *paging, backend=backend)
-        chosen = choice.of(scores.reshape(-1, context), seen.reshape(-1), backend)
+            if group:
+                scores, maxima = paged_scores_and_maxima(*given, group, backend=backend)
+                maxima = maxima.reshape(-1, context // group)
+            else:
+                scores = paged_index_scores(*given, backend=backend)
+        chosen = choice.of(scores.reshape(-1, context), seen.reshape(-1), backend, maxima)
         return jax.tree.map(lambda part: part.reshape(*seen.shape, -1), chosen)
 
     def one_request(request_q: Array, request_w: Array, pages: Array, seen: Array) -> Any:

@@ -22,6 +22,7 @@ from glm_dcp_jax.kernels.linear import cost as linear
 from glm_dcp_jax.kernels.records import cost as records
 from glm_dcp_jax.kernels.sparse_attention import cost as sparse_attention
 from glm_dcp_jax.kernels.sparse_attention.tiling import SHARED_MEMORY
+from glm_dcp_jax.kernels.topk import cost as topk
 from glm_dcp_jax.kernels.weight_tiles import Form
 from glm_dcp_jax.plan.schedule import ArrayShape, Instruction
 
@@ -105,12 +106,13 @@ def _combine(operands: Sequence[ArrayShape], results: Sequence[ArrayShape], work
 
 
 def _index_scores(operands: Sequence[ArrayShape], results: Sequence[ArrayShape], workload: Workload) -> Cost:
-    """Operands q, head weights, pool, layer, page table, visible; results: the scores."""
+    """Operands q, head weights, pool, layer, page table, visible; results: the scores, maxima if there are."""
     requests, rows, heads, _ = operands[0].sizes
     context = results[0].sizes[-1]
     itemsize = jnp.dtype(_DTYPES[operands[0].dtype]).itemsize
     visible, index = min(workload.visible, context), workload.record.index
-    return index_scores.cost(requests, rows, heads, context, visible, index, itemsize)
+    group = context // results[1].sizes[-1] if len(results) > 1 else 0
+    return index_scores.cost(requests, rows, heads, context, visible, index, itemsize, group)
 
 
 def _pack(operands: Sequence[ArrayShape], results: Sequence[ArrayShape], workload: Workload) -> Cost:
@@ -198,9 +200,20 @@ def _plain_dtype(stored: Sequence[ArrayShape]) -> DTypeLike:
     return _DTYPES.get(stored[0].dtype, jnp.bfloat16)
 
 
-def _all_of_it(operands: Sequence[ArrayShape], results: Sequence[ArrayShape], workload: Workload) -> Cost:
-    """Kernels of top-k read all their operands; `topk.cost` adds them up."""
-    return Cost(sum(array.nbytes for array in operands), sum(array.nbytes for array in results))
+def _topk_maxima(operands: Sequence[ArrayShape], results: Sequence[ArrayShape], workload: Workload) -> Cost:
+    """Operands scores and how many are visible, or maxima alone; results: the maxima of groups of every size."""
+    rows, columns = operands[0].sizes
+    visible = min(workload.visible, columns) if operands[0].dtype == "f32" else None
+    return topk.maxima_cost(rows, columns, visible, sum(level.sizes[1] for level in results))
+
+
+def _topk_choose(operands: Sequence[ArrayShape], results: Sequence[ArrayShape], workload: Workload) -> Cost:
+    """Operands scores and how many are visible, or maxima; then the groups chosen above, if any."""
+    values, *more = operands
+    rows, size = values.sizes
+    scores = values.dtype == "f32"
+    above = more[-1].sizes[1] if len(more) > scores else 0
+    return topk.choose_cost(rows, size, results[0].sizes[1], above, scores=scores)
 
 
 _COSTS = {
@@ -215,6 +228,6 @@ _COSTS = {
     "gated_linear": _gated_linear,
     "experts_gate_up": _experts_gate_up,
     "experts_down": _experts_down,
-    "topk_count": _all_of_it,
-    "topk_gather": _all_of_it,
+    "topk_maxima": _topk_maxima,
+    "topk_choose": _topk_choose,
 }

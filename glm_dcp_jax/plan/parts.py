@@ -37,8 +37,8 @@ _KERNELS = {
     "write_records": RECORDS,
     "index_scores": INDEX_KEYS,
     "write_index_keys": INDEX_KEYS,
-    "topk_count": INDEX_KEYS,
-    "topk_gather": INDEX_KEYS,
+    "topk_maxima": INDEX_KEYS,
+    "topk_choose": INDEX_KEYS,
 }
 _SCOPES = {"top_k": INDEX_KEYS, "index_merge": INDEX_KEYS, "select": INDEX_KEYS, "plan": RECORDS}
 _LEAF = re.compile(r"leaves\[(\d+)\]")

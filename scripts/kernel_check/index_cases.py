@@ -132,9 +132,10 @@ def _score(index: IndexKeyFormat, rows: int, sizes: Sizes, select: bool) -> Case
             return scores_apart(score(*inputs, backend), scores)
         return selections_apart(choose(*inputs, backend), choose(*inputs, "reference"), scores)
 
-    cost = ops.index_scores_cost(requests, each, sizes.index_heads, context, context, index, 2)
+    group = ops.maxima_group(context, sizes.selected) if select else 0
+    cost = ops.index_scores_cost(requests, each, sizes.index_heads, context, context, index, 2, group)
     if select:
-        chosen = ops.topk_cost(rows, context, context, sizes.selected)
+        chosen = ops.topk_cost(rows, context, context, sizes.selected, has_maxima=bool(group))
         cost = type(cost)(*(a + b for a, b in zip(cost, chosen, strict=True)))
     return Case(
         op="select_paged" if select else "paged_index_scores",

@@ -14,7 +14,7 @@ from glm_dcp_jax.kernels.records.cost import pack_cost, write_cost
 from glm_dcp_jax.kernels.selection import select_paged
 from glm_dcp_jax.kernels.sparse_attention import sparse_attention
 from glm_dcp_jax.kernels.sparse_attention.cost import cost as sparse_attention_cost
-from glm_dcp_jax.kernels.topk import select_positions
+from glm_dcp_jax.kernels.topk import maxima_group, select_positions
 from glm_dcp_jax.kernels.topk.cost import cost as topk_cost
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "linear",
     "linear_cost",
     "pack_cost",
+    "maxima_group",
     "pack_records",
     "paged_index_scores",
     "routed_experts",

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from glm_dcp_jax.cache.records import IndexKeyFormat
 from glm_dcp_jax.kernels.cost import Cost
-from glm_dcp_jax.kernels.index_scores import index_scores, paged_index_scores, triton
+from glm_dcp_jax.kernels.index_scores import index_scores, paged_index_scores, paged_scores_and_maxima, triton
 from glm_dcp_jax.kernels.index_scores.cost import cost
 from glm_dcp_jax.kernels.index_scores.reference import _ROWS_AT_ONCE
+from glm_dcp_jax.kernels.topk.reference import sortable
 
 # rows, heads, width, keys; few shapes, because jax compiles each.
 SHAPES = [
@@ -185,6 +186,29 @@ def test_paged_scores_are_the_formula(case: Paged, seed: int) -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * size)
 
 
+@pytest.mark.parametrize("backend", ["reference", "interpret"])
+@pytest.mark.parametrize("case", PAGED, ids=str)
+def test_maxima_are_those_of_groups_of_visible_scores(case: Paged, backend: str) -> None:
+    """And the scores beside them are the op's."""
+    (*arrays, visible), _ = paged_problem(case, 9)
+    group = 2 if case.context % 4 else 4
+    paging = case.index, case.page_tokens, case.block_size
+    scores, maxima = jax.jit(lambda *a: paged_scores_and_maxima(*a, *paging, group, backend=backend))(
+        *arrays, visible
+    )
+    np.testing.assert_array_equal(scores, case.scores(backend)(*arrays, visible))
+    numbers = np.where(np.arange(case.context) < visible[..., None], sortable(scores), 0)
+    np.testing.assert_array_equal(maxima, numbers.reshape(*visible.shape, -1, group).max(-1))
+
+
+@pytest.mark.parametrize("group", [0, 3, 16])
+def test_groups_that_are_not_whole_are_refused(group: int) -> None:
+    case = PAGED[1]  # of 36 keys
+    arrays, _ = paged_problem(case, 9)
+    with pytest.raises(ValueError, match=f"groups of {group}"):
+        paged_scores_and_maxima(*arrays, case.index, case.page_tokens, case.block_size, group)
+
+
 @pytest.mark.parametrize("case", PAGED, ids=str)
 def test_no_paged_score_is_a_negative_zero(case: Paged) -> None:
     (q, weights, pool, layer, table, visible), _ = paged_problem(case, 3)
@@ -213,7 +237,7 @@ def test_a_program_may_take_several_key_tiles(monkeypatch: pytest.MonkeyPatch, p
     case = PAGED[3]
     monkeypatch.setattr(triton, "_PROGRAMS", programs)
     tiling = triton.Tiling.of(case.requests, case.rows, case.heads, case.width, case.context, 4)
-    assert (tiling.keys, tiling.tiles) == (64, 8 if programs == 1 else 4)
+    assert (tiling.keys, tiling.tiles) == (64, 16 if programs == 1 else 4)
     arrays, keys = paged_problem(case, 10)
     arrays[-1][:] = [[400, 257, 256, 255, 64], [63, 10, 1, 0, 0]]
     paging = {"index": case.index, "page_tokens": case.page_tokens, "block_size": case.block_size}
@@ -310,19 +334,15 @@ def test_a_large_pool_of_odd_keys_is_refused() -> None:
 @pytest.mark.parametrize("case", PAGED, ids=str)
 def test_declared_costs_are_the_kernels_own(moved: Callable[[], Cost], case: Paged) -> None:
     (q, *arrays, visible), _ = paged_problem(case, 8)
-    score = jax.jit(
-        partial(
-            paged_index_scores,
-            index=case.index,
-            page_tokens=case.page_tokens,
-            block_size=case.block_size,
-            backend="interpret",
-        )
-    )
-    for seen in (case.context + 1000, case.page_tokens + 3, 0):
-        jax.block_until_ready(score(q, *arrays, np.full_like(visible, seen)))
-        sizes = case.requests, case.rows, case.heads, case.context, min(seen, case.context)
-        assert moved() == cost(*sizes, case.index, q.dtype.itemsize)
+    options = {"index": case.index, "page_tokens": case.page_tokens, "block_size": case.block_size}
+    options["backend"] = "interpret"
+    ops = {0: paged_index_scores, 2: partial(paged_scores_and_maxima, group=2)}
+    for group, op in ops.items():
+        score = jax.jit(partial(op, **options))
+        for seen in (case.context + 1000, case.page_tokens + 3, 0):
+            jax.block_until_ready(score(q, *arrays, np.full_like(visible, seen)))
+            sizes = case.requests, case.rows, case.heads, case.context, min(seen, case.context)
+            assert moved() == cost(*sizes, case.index, q.dtype.itemsize, group)
 
 
 def test_programs_read_no_more_than_a_few_times_the_keys() -> None:

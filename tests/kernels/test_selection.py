@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from glm_dcp_jax.cache.records import IndexKeyFormat
 from glm_dcp_jax.kernels.selection import select_paged, select_scored
-from glm_dcp_jax.kernels.topk import triton
+from glm_dcp_jax.kernels.topk import maxima_group, triton
 
 HEADS, WIDTH, PAGES, PAGE_TOKENS, BLOCK_SIZE, K = 3, 8, 6, 8, 4, 10
 CONTEXT = PAGES * PAGE_TOKENS
@@ -60,12 +60,16 @@ def chosen(q, head_weights, pool, layer, page_table, visible) -> np.ndarray:
 
 @cache
 def select(as_mask: bool, workspace: int, backend: str, searched: bool = False) -> Callable[..., jax.Array]:
-    """The jitted op. searched: rows are not sorted, however short they are."""
+    """The jitted op. searched: rows are not sorted, however short they are, but in groups of two, whose maxima come
+    with the scores."""
     names = {"k": K, "index": INDEX, "page_tokens": PAGE_TOKENS, "block_size": BLOCK_SIZE}
 
     def run(*arrays: jax.Array) -> jax.Array:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(triton, "SORTED_COLUMNS", 0 if searched else triton.SORTED_COLUMNS)
+            if searched:
+                patch.setattr(triton, "SORTED_COLUMNS", 0)
+                patch.setattr(triton, "ITEMS", 32)
+                assert maxima_group(CONTEXT, K) == 2
             return select_paged(*arrays, **names, as_mask=as_mask, workspace=workspace, backend=backend)
 
     return jax.jit(run)

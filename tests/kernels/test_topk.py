@@ -13,14 +13,16 @@ from hypothesis import strategies as st
 
 from glm_dcp_jax.kernels.cost import Cost
 from glm_dcp_jax.kernels.index_scores import index_scores
-from glm_dcp_jax.kernels.topk import select_mask, select_positions, triton
-from glm_dcp_jax.kernels.topk.cost import cost
+from glm_dcp_jax.kernels.tiles import next_power
+from glm_dcp_jax.kernels.topk import maxima_group, select_mask, select_positions, triton
+from glm_dcp_jax.kernels.topk.cost import cost, sort_cost
+from glm_dcp_jax.kernels.topk.reference import sortable
 
 ROWS = 4
 # Few shapes, many values: jax compiles once for each shape.
 SHAPES = [(1, 1), (1, 5), (7, 1), (7, 3), (7, 7), (33, 8), (33, 40), (100, 64)]
-SEARCHED = [(33, 40), (100, 64), (129, 7)]
-"""Shapes of the kernels, which take seconds to compile: in tiles of 16 columns, three chunks of one to three tiles."""
+SEARCHED = [(5, 8), (100, 8), (129, 3), (129, 2)]
+"""Shapes of the kernels, which take seconds to compile: in one program; in groups of two, of four, of eight."""
 INFINITY, LARGEST, SMALLEST = float("inf"), float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 FEW = st.sampled_from([0.0, 1.0, -1.0])
 """So few values that nearly all columns tie."""
@@ -35,11 +37,11 @@ mask_of = jax.jit(select_mask, static_argnums=2)
 
 
 def search_in_small_tiles(scores: jax.Array, visible: jax.Array, k: int) -> jax.Array:
-    """`select_positions` by its kernels, with tiles so small that short rows have several chunks of several tiles."""
+    """`select_positions` by its kernels, with so small ones that short rows have groups of several sizes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton, "SORTED_COLUMNS", 0)
-        patch.setattr(triton, "TILE", 16)
-        patch.setattr(triton, "_PROGRAMS", 3 * ROWS)
+        patch.setattr(triton, "TILE", 64)
+        patch.setattr(triton, "ITEMS", max(16, 2 * next_power(k)))
         return select_positions(scores, visible, k, "interpret")
 
 
@@ -181,60 +183,90 @@ def test_nan_ranks_as_minus_infinity() -> None:
     assert kept == [sorted(place for place in row[:3] if place >= 0) for row in expected]
 
 
-class TestSearchOfLongRows:
-    """The kernels with the tiles that GPUs get, on rows that are too long to be sorted."""
+def few_values(shape: tuple[int, int]) -> np.ndarray:
+    return np.random.default_rng(2).integers(-2, 3, shape).astype(np.float32)
 
-    rows, columns, k = 3, 5000, 2048
-    visible = np.array([columns, k, k - 1], np.int32)
+
+@pytest.mark.parametrize(("columns", "levels"), [(5000, 1), (20_000, 2), (150_000, 3)])
+class TestSearchOfLongRows:
+    """The kernels as GPUs get them, on rows that are too long to be sorted."""
+
+    rows, k = 3, 2048
 
     @staticmethod
     @jax.jit
     def select(scores, visible):
         return select_positions(scores, visible, TestSearchOfLongRows.k, "interpret")
 
-    def test_rows_are_long_enough(self):
-        assert self.columns > triton.SORTED_COLUMNS
+    def agrees(self, scores: np.ndarray) -> bool:
+        visible = np.array([scores.shape[1], self.k, self.k - 1], np.int32)
+        expected = sorted_selection(scores, visible, self.k)
+        return np.array_equal(self.select(scores, visible), expected)
 
-    def test_random_scores(self):
-        scores = np.random.default_rng(1).standard_normal((self.rows, self.columns)).astype(np.float32)
-        expected = sorted_selection(scores, self.visible, self.k)
-        np.testing.assert_array_equal(self.select(scores, self.visible), expected)
+    def test_rows_are_long_enough(self, columns, levels):
+        assert columns > triton.SORTED_COLUMNS
+        assert len(triton.Levels.of(columns, self.k).sizes) == levels
 
-    def test_ties_on_both_sides_of_chunk_borders(self):
-        """Row 0 has five chunks, one a tile; its threshold is shared by columns of all, its last place is a tie's."""
-        assert triton.Chunks.of(self.rows, self.columns) == (5, 1)
-        scores = np.random.default_rng(2).integers(-2, 3, (self.rows, self.columns)).astype(np.float32)
-        scores[:, triton.TILE - 2 : triton.TILE + 2] = 0
-        expected = sorted_selection(scores, self.visible, self.k)
-        np.testing.assert_array_equal(self.select(scores, self.visible), expected)
+    def test_random_scores(self, columns, levels):
+        assert self.agrees(np.random.default_rng(1).standard_normal((self.rows, columns)).astype(np.float32))
 
-    def test_equal_scores_select_the_lowest_positions(self):
-        scores = np.full((self.rows, self.columns), -7.5, np.float32)
-        found = self.select(scores, self.visible)
-        assert (found[:2] == np.arange(self.k)).all()
-        assert (found[2] == np.where(np.arange(self.k) < self.k - 1, np.arange(self.k), -1)).all()
+    def test_the_threshold_ties_in_many_groups_and_tiles(self, columns, levels):
+        assert self.agrees(few_values((self.rows, columns)))
 
+    def test_the_best_columns_are_neighbours(self, columns, levels):
+        """They fill few groups; those chosen beside them tie."""
+        scores = few_values((self.rows, columns))
+        scores[:, columns // 2 : columns // 2 + 1500] = np.arange(1500) + 5
+        assert self.agrees(scores)
 
-def test_as_many_equal_digits_as_a_thread_may_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One column a tile, all of one score: each digit's counter, a byte, is filled to its end."""
-    monkeypatch.setattr(triton, "SORTED_COLUMNS", 0)
-    monkeypatch.setattr(triton, "TILE", 1)
-    monkeypatch.setattr(triton, "_PROGRAMS", 1)
-    columns, k = 300, 280
-    assert triton.Chunks.of(1, columns) == (2, 255)
-    scores, visible = np.full((1, columns), 3.25, np.float32), np.array([columns], np.int32)
-    found = jax.jit(partial(select_positions, k=k, backend="interpret"))(scores, visible)
-    assert found.tolist() == [list(range(k))]
+    def test_equal_scores_select_the_lowest_positions(self, columns, levels):
+        assert self.agrees(np.full((self.rows, columns), -7.5, np.float32))
 
 
-@pytest.mark.parametrize("rows", [1, 4, 32, 64, 2048])
-@pytest.mark.parametrize("columns", [4097, 131_072, 2**20])
-def test_chunks_cover_a_row_and_fill_a_gpu_where_they_can(rows: int, columns: int) -> None:
-    each_row, each = triton.Chunks.of(rows, columns)
-    row_tiles = -(-columns // triton.TILE)
-    assert (each_row - 1) * each < row_tiles <= each_row * each
-    assert each < 256
-    assert rows * each_row >= min(rows * row_tiles, 256)
+@pytest.mark.parametrize("columns", [20_480, 150_016])
+def test_known_maxima_change_nothing(columns: int) -> None:
+    rows, k = 3, 2048
+    scores, visible = few_values((rows, columns)), np.array([columns, 5000, 0])
+    group = maxima_group(columns, k)
+    numbers = np.where(np.arange(columns) < visible[:, None], sortable(scores), 0)
+    maxima = numbers.reshape(rows, -1, group).max(-1)
+    for backend in ("reference", "interpret"):
+        found = jax.jit(partial(select_positions, k=k, backend=backend))(scores, visible, maxima=maxima)
+        np.testing.assert_array_equal(found, sorted_selection(scores, visible, k))
+
+
+def test_maxima_that_do_not_fit_are_refused() -> None:
+    scores, visible = jnp.zeros((3, 20_480)), np.zeros(3, np.int32)
+    with pytest.raises(ValueError, match="maxima"):
+        select_positions(scores, visible, 2048, maxima=jnp.zeros((3, 20_480 // 4), jnp.uint32))
+    with pytest.raises(ValueError, match="maxima"):
+        select_positions(scores, visible, 2048, maxima=jnp.zeros((3, 20_480 // 8)))
+
+
+@pytest.mark.parametrize(("columns", "k", "group"), [(131_072, 2048, 8), (131_072, 4096, 4), (2**20, 64, 8)])
+def test_maxima_of_whole_groups_are_of_use(columns: int, k: int, group: int) -> None:
+    assert maxima_group(columns, k) == group
+    assert maxima_group(columns + 8, k) == maxima_group(triton.ITEMS, k) == maxima_group(columns, 9000) == 0
+
+
+@pytest.mark.parametrize("k", [1, 64, 2048, 4096, 8192])
+@pytest.mark.parametrize("columns", [4097, 16_385, 131_072, 2**20])
+def test_each_level_is_the_groups_of_the_one_below(columns: int, k: int) -> None:
+    """What is chosen of a level has no more members below than one program can choose from."""
+    group, sizes = triton.Levels.of(columns, k)
+    assert sizes[0] == columns and sizes[-1] <= triton.ITEMS
+    assert group * next_power(k) <= triton.ITEMS
+    for below, above in zip(sizes, sizes[1:], strict=False):
+        assert below <= group * above < below + group * group and above % group == 0
+    assert triton.TILE % group ** (len(sizes) - 1) == 0
+
+
+def test_what_is_too_much_for_the_kernels_is_sorted() -> None:
+    assert triton.Levels.of(131_072, triton.ITEMS) is None
+    assert triton.Levels.of(2**24, 2048) is None
+    scores = few_values((2, 5000))
+    found = jax.jit(partial(select_positions, k=8200, backend="interpret"))(scores, np.array([5000, 9]))
+    np.testing.assert_array_equal(found, sorted_selection(scores, np.array([5000, 9]), 8200))
 
 
 @pytest.mark.parametrize("rows", [1, 32, 512])
@@ -244,22 +276,38 @@ def test_on_gpus_no_long_row_is_sorted(rows: int, k: int) -> None:
     shapes = [jax.ShapeDtypeStruct((rows, 131_072), jnp.float32), jax.ShapeDtypeStruct((rows,), jnp.int32)]
     traced = jax.jit(partial(select_positions, k=k)).trace(*shapes)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("topk_count") and text.count("topk_gather")
+    assert text.count("topk_maxima") and text.count("topk_choose")
     assert "top_k" not in text
     sorts = re.findall(r"stablehlo.sort.*?\) -> \(tensor<(\w+)xui32>", text, re.DOTALL)
     assert sorts == [f"{rows}x{k}"]
 
 
-def test_declared_bytes_are_what_the_kernels_move(moved: Callable[[], Cost]) -> None:
-    """All but those of the last sort, which is XLA's. Of columns that tie, no more than k are written."""
-    rows, columns, k = 3, 5000, 300
-    scores = np.random.default_rng(4).integers(-2, 3, (rows, columns)).astype(np.float32)
+@pytest.mark.parametrize("columns", [5000, 20_000, 150_000])
+def test_declared_bytes_are_what_the_kernels_move(columns: int, moved: Callable[[], Cost]) -> None:
+    """All but those of the last sort, which is XLA's, whatever the scores."""
+    rows, k = 3, 300
     select = jax.jit(partial(select_positions, k=k, backend="interpret"))
-    for visible in (columns - 10, 2500):
-        jax.block_until_ready(select(scores, np.full(rows, visible, np.int32)))
-        declared, found, in_sort = cost(rows, columns, visible, k), moved(), 8 * rows * k
-        assert found.bytes_read == declared.bytes_read - in_sort
-        assert found.bytes_written == declared.bytes_written - in_sort
+    for visible in (columns - 12, 2500, 900):
+        jax.block_until_ready(select(few_values((rows, columns)), np.full(rows, visible, np.int32)))
+        declared, found, by_xla = cost(rows, columns, visible, k), moved(), sort_cost(rows, k)
+        assert found.bytes_read == declared.bytes_read - by_xla.bytes_read
+        assert found.bytes_written == declared.bytes_written - by_xla.bytes_written
+
+
+@pytest.mark.parametrize("columns", [20_480, 150_016])
+def test_with_known_maxima_scores_are_read_only_where_they_are_chosen(
+    columns: int, moved: Callable[[], Cost]
+) -> None:
+    rows, k = 3, 300
+    scores, visible = few_values((rows, columns)), np.full(rows, columns, np.int32)
+    maxima = np.asarray(sortable(scores)).reshape(rows, -1, 8).max(-1)
+    jax.block_until_ready(
+        jax.jit(partial(select_positions, k=k, backend="interpret"))(scores, visible, maxima=maxima)
+    )
+    declared, by_xla = cost(rows, columns, columns, k, has_maxima=True), sort_cost(rows, k)
+    assert moved() == Cost(
+        declared.bytes_read - by_xla.bytes_read, declared.bytes_written - by_xla.bytes_written
+    )
 
 
 def test_short_rows_cost_their_sort() -> None:

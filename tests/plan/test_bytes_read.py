@@ -123,15 +123,20 @@ def test_layers_that_stand_for_others_count_more_and_programs_as_often_as_they_r
 
 
 def test_parts_are_told_apart_by_pools_kernels_and_scopes():
-    kernel = 'custom_call_target="__gpu$xla.gpu.triton", backend_config={ir = "", name = "topk_count", num_warps = 4}'
+    kernel = 'custom_call_target="__gpu$xla.gpu.triton", backend_config={ir = "", name = "topk_choose", num_warps = 4}'
     lines = [
-        f"%k = u32[4]{{0}} custom-call(%x), {kernel}",
+        f"%k = u32[4,100]{{1,0}} custom-call(%x), {kernel}",
         '%p = u8[432]{0} dynamic-slice(%pool), metadata={op_name="jit(f)/dynamic_slice"}',
         '%s = bf16[4,100]{1,0} sort(%x), metadata={op_name="jit(f)/top_k/sort"}',
         "%r = bf16[4,100]{1,0} all-reduce(%x), replica_groups={{0,1}}, to_apply=%add",
         '%o = bf16[4,100]{1,0} copy(%r), metadata={op_name="jit(f)/mul"}',
     ]
-    assert read(*lines) == {"index_keys": 1600, "records": 432, "collectives": 800, "other": 800}
+    assert read(*lines) == {
+        "index_keys": 1600 + 800,  # what the kernel declares: 4 bytes for each maximum
+        "records": 432,
+        "collectives": 800,
+        "other": 800,
+    }
 
 
 @pytest.fixture(scope="module")

@@ -208,12 +208,35 @@ def test_merging_partials_is_part_of_attention():
     assert estimate(line, *operands) == (0, "declared")
 
 
-def test_top_k_reads_everything():
-    operands = "f32[4,1000]{1,0}", "s32[4]{0}"
-    assert estimate(kernel("topk_count", "s32[4,245]{1,0}", 2), *operands) == (
-        (4 * 4000 + 16 + 4 * 980) / 1e3,
+def test_top_k_reads_all_scores_for_the_maxima_of_groups():
+    line = kernel("topk_maxima", "(u32[4,512]{1,0}, u32[4,64]{1,0})", 2)
+    of_programs = 4 * 4 * 2  # each reads how many are visible
+    assert estimate(line, "f32[4,4096]{1,0}", "s32[4]{0}") == (
+        (4 * 4 * 4096 + of_programs + 4 * 4 * 576) / 1e3,
         "declared",
     )
+
+
+def test_top_k_reads_all_maxima_for_those_of_larger_groups():
+    assert estimate(kernel("topk_maxima", "u32[4,512]{1,0}", 1), "u32[4,4096]{1,0}") == (
+        4 * 4 * (4096 + 512) / 1e3,
+        "declared",
+    )
+
+
+@pytest.mark.parametrize(
+    ("operands", "read"),
+    [
+        (("u32[4,512]{1,0}",), 512),
+        (("u32[4,4096]{1,0}", "s32[4,64]{1,0}"), 8 * 64 + 64),
+        (("f32[4,4096]{1,0}", "s32[4]{0}", "s32[4,64]{1,0}"), 8 * 64 + 64 + 1),
+        (("f32[4,4096]{1,0}", "s32[4]{0}"), 4096 + 1),
+    ],
+    ids=["largest groups", "groups in groups", "columns in groups", "columns"],
+)
+def test_top_k_reads_members_of_the_groups_that_it_chose(operands, read):
+    line = kernel("topk_choose", "s32[4,64]{1,0}", len(operands))
+    assert estimate(line, *operands) == (4 * 4 * (read + 64) / 1e3, "declared")
 
 
 def test_a_gpu_brings_its_data_sheet():

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from glm_dcp_jax.cache.records import IndexKeyFormat
 from glm_dcp_jax.kernels.each_request import each_request
 from glm_dcp_jax.kernels.index_keys import gather_index_keys
+from glm_dcp_jax.kernels.topk.reference import sortable
 
 _ROWS_AT_ONCE = 16
 """Up to this many rows, all heads are scored by one product; above, head by head, which needs 1/I of the memory."""
@@ -58,15 +59,25 @@ def paged_index_scores(
     page_table: Int[Array, "N P"],
     visible: Int[Array, "N S"],
     paging: Paging,
-) -> Float[Array, "N S P*page_tokens"]:
-    """See the op."""
+    group: int,
+) -> tuple[Array, ...]:
+    """See the op; scores, and maxima if group is not 0."""
     _, rows, heads, width = q.shape
     context = page_table.shape[1] * paging.page_tokens
 
-    def one_request(request_q: Array, request_w: Array, pages: Array, seen: Array) -> Array:
+    def one_request(request_q: Array, request_w: Array, pages: Array, seen: Array) -> tuple[Array, ...]:
         keys = gather_index_keys(pool, layer, pages[None], *paging, q.dtype)[0]
-        scores = index_scores(request_q, request_w, keys)
-        return jnp.where(jnp.arange(context) < seen[:, None], scores, -jnp.inf)
+        return with_maxima(index_scores(request_q, request_w, keys), seen, group)
 
     bytes_each = max(context * width * q.dtype.itemsize, rows * row_bytes(rows, heads, context))
     return each_request(one_request, bytes_each, q, head_weights, page_table, visible)
+
+
+def with_maxima(scores: Float[Array, "*rows L"], seen: Int[Array, "*rows"], group: int) -> tuple[Array, ...]:
+    """Scores with -inf behind what is seen, and if group is not 0 the maxima of groups of what is."""
+    visible = jnp.arange(scores.shape[-1]) < seen[..., None]
+    shown = jnp.where(visible, scores, -jnp.inf)
+    if not group:
+        return (shown,)
+    numbers = jnp.where(visible, sortable(scores), jnp.uint32(0))
+    return shown, jnp.max(numbers.reshape(*seen.shape, -1, group), axis=-1, initial=jnp.uint32(0))

@@ -15,11 +15,13 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from glm_dcp_jax.kernels import encode_tiles, tiles
+from glm_dcp_jax.kernels.index_scores import reference
 from glm_dcp_jax.kernels.index_scores.reference import Paging
+from glm_dcp_jax.kernels.topk.reference import sortable
 
 _PROGRAMS = 256
 """Programs that keep a GPU busy; with more, each takes more key tiles."""
-_MOST_TILES = 8
+_MOST_TILES = 16
 _WARPS = 8
 
 
@@ -65,26 +67,34 @@ def paged_index_scores(
     page_table: Int[Array, "N P"],
     visible: Int[Array, "N S"],
     paging: Paging,
+    group: int,
     *,
     interpret: bool,
-) -> Float[Array, "N S P*page_tokens"]:
-    """See the op. Raises ValueError for byte-wise pools of 2 GiB or more, as `encode_tiles.as_units` does."""
+) -> tuple[Array, ...]:
+    """See the op; scores, and maxima if group is not 0.
+
+    Raises ValueError for byte-wise pools of 2 GiB or more, as `encode_tiles.as_units` does.
+    """
     requests, rows, heads, width = q.shape
     context = page_table.shape[1] * paging.page_tokens
     if 0 in (q.size, context):
         # Sums over no heads, if there is anything to sum.
-        return jnp.where(jnp.arange(context) < visible[..., None], jnp.float32(0), -jnp.inf)
+        return reference.with_maxima(jnp.zeros((requests, rows, context)), visible, group)
     tiling = Tiling.of(requests, rows, heads, width, context, q.dtype.itemsize)
     if paging.keys.quantised:
         pool = encode_tiles.as_units(pool, encode_tiles.unit_bytes(width))
-    return pl.pallas_call(
-        partial(_score, tiling=tiling, paging=paging),
+    outputs = [jax.ShapeDtypeStruct((requests, rows, context), jnp.float32)]
+    if group:
+        outputs.append(jax.ShapeDtypeStruct((requests, rows, context // group), jnp.uint32))
+    found: tuple[Array, ...] = pl.pallas_call(
+        partial(_score, tiling=tiling, paging=paging, group=group),
         grid=tiling.grid(requests, rows, context),
-        out_shape=jax.ShapeDtypeStruct((requests, rows, context), jnp.float32),
+        out_shape=tuple(outputs),
         interpret=interpret,
         compiler_params=plt.CompilerParams(num_warps=_WARPS, num_stages=2 if q.dtype.itemsize > 2 else 4),
         name="index_scores",
     )(q, head_weights, pool, layer.reshape(1), page_table, visible)
+    return found
 
 
 def _score(
@@ -95,22 +105,31 @@ def _score(
     page_table: jax.Ref,
     visible: jax.Ref,
     scores: jax.Ref,
-    *,
+    *maxima: jax.Ref,
     tiling: Tiling,
     paging: Paging,
+    group: int,
 ) -> None:
-    request, group = (jnp.broadcast_to(pl.program_id(axis), 1) for axis in (0, 1))
+    """maxima: there if group is not 0."""
+    request, rows = (jnp.broadcast_to(pl.program_id(axis), 1) for axis in (0, 1))
     context = scores.shape[2]
-    row = group * tiling.rows + jnp.arange(tiling.rows)
+    row = rows * tiling.rows + jnp.arange(tiling.rows)
     limits = tiles.load(visible, request, row, mask=row < scores.shape[1])
     limit = jnp.minimum(jnp.max(limits), context)
-    queries, weights = _load_queries(q, head_weights, request, group, tiling)
+    queries, weights = _load_queries(q, head_weights, request, rows, tiling)
     plane = tiles.load(layer, jnp.zeros(1, jnp.int32))
     start = pl.program_id(2) * tiling.tiles * tiling.keys
 
     def put(position: Array, values: Array) -> None:
         real = (row < scores.shape[1])[None, :] & (position < context)[:, None]
         tiles.store(scores, request[:, None], row[None, :], position[:, None], value=values, mask=real)
+
+    def put_maxima(tile: Array, numbers: Array) -> None:
+        of_tile = tiling.keys // group
+        index = jax.lax.div(start, group) + tile * of_tile + jnp.arange(of_tile)
+        real = (row < scores.shape[1])[None, :] & (index < context // group)[:, None]
+        largest = jnp.max(numbers.reshape(of_tile, group, tiling.rows), axis=1)
+        tiles.store(maxima[0], request[:, None], row[None, :], index[:, None], value=largest, mask=real)
 
     def score_tile(tile: Array, nothing: None) -> None:
         position = start + tile * tiling.keys + jnp.arange(tiling.keys)
@@ -123,11 +142,16 @@ def _score(
         weighted = jnp.maximum(products, 0.0) * weights[None, :]
         total = jnp.sum(weighted.reshape(tiling.keys, tiling.rows, tiling.heads), axis=2) * scale[:, None]
         total = jnp.where(total == 0, 0.0, total)
-        put(position, jnp.where(position[:, None] < limits[None, :], total, -jnp.inf))
+        seen = position[:, None] < limits[None, :]
+        put(position, jnp.where(seen, total, -jnp.inf))
+        if group:
+            put_maxima(tile, jnp.where(seen, sortable(total), jnp.uint32(0)))
 
     def hide_tile(tile: Array, nothing: None) -> None:
         position = start + tile * tiling.keys + jnp.arange(tiling.keys)
         put(position, jnp.full((tiling.keys, tiling.rows), -jnp.inf))
+        if group:
+            put_maxima(tile, jnp.zeros((tiling.keys, tiling.rows), jnp.uint32))
 
     seen, last = (
         jnp.clip(jax.lax.div(end - start + tiling.keys - 1, tiling.keys), 0, tiling.tiles)
