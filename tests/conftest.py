@@ -3,6 +3,7 @@
 Everything is set before a test module imports jax. Subprocesses (servers, command lines) inherit it as environment.
 """
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,11 @@ def pytest_configure(config: pytest.Config) -> None:
         given = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=1 {given}".strip()
     environment.prepare(VIRTUAL_DEVICES)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What lives as long as the run is no garbage: thousands of tests need not look through it."""
+    gc.freeze()
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -64,6 +64,7 @@ def test_scales_are_the_largest_latents_of_all_prompts(model, scales):
     assert json.loads(scales.read_text())["max_abs"] == pytest.approx(largest, rel=2**-8)
 
 
+@pytest.mark.slow
 def test_nvfp4_is_served_with_them(model, scales):
     plain, scaled = (
         tiny_llm(model, kv_cache_dtype="nvfp4_ds_mla", nvfp4_scales=given) for given in (None, str(scales))

@@ -34,13 +34,13 @@ from glm_dcp_jax.parallel.union import Union, union_of
 
 
 class RecordsPlan(NamedTuple):
-    """union: whose records go where. slots: [T, K] int32, where the fast exchange puts them, -1 for those of the rest.
+    """union: whose records go where. slots: [N, SK] int32, where the fast exchange puts them, -1 for those of the rest.
 
     overflow: [] bool, whether there is a rest. capacity: static.
     """
 
     union: Union
-    slots: Int[Array, "T K"]
+    slots: Int[Array, "N SK"]
     overflow: Array
     capacity: Capacity
 
@@ -67,8 +67,7 @@ class _OverRecords:
 
     def moved(self, plan: RecordsPlan) -> Moved:
         """What the union is made of, and whether it overflows."""
-        entries = jnp.sum(plan.union.ordinal >= 0, dtype=jnp.int32)
-        return Moved(entries, jnp.sum(plan.union.counts), plan.overflow.astype(jnp.int32))
+        return Moved(plan.union.selected, jnp.sum(plan.union.counts), plan.overflow.astype(jnp.int32))
 
     def _exchanged(self, packed: Shaped[Array, "n width"], member: int) -> Parts:
         """All ranks' records for a member of the group, the Full layer being the first."""
@@ -84,24 +83,36 @@ class _OverRecords:
         queries: Queries,
         current: Shaped[Array, "N S width"],
     ) -> Float[Array, "N S h v"]:
-        """Attend over the fast exchange's records and the current rows; merge in the rest's, where there is one."""
-        requests, rows = queries.nope.shape[:2]
+        """Attend over the fast exchange's records and the current rows; merge in the rest's, where there is one.
+
+        All rows of a request share its list: their heads are attended with together, and read each record once.
+        """
+        requests, rows, heads = queries.nope.shape[:3]
         q = absorb(queries, layer)
-        q = q.reshape(requests * rows, *q.shape[2:])
-        own = jnp.repeat(current, rows, axis=0) if rows > 1 else current
-        out, lse = self._attend(q, arrived, plan.slots, layer, own, plan.union.current)
+        q = q.reshape(requests, rows * heads, -1)
+        out, lse = self._attend(q, arrived, plan.slots, layer, plan.union, rows, current)
         if plan.capacity.rounds:
             with jax.named_scope("overflow"):
                 out, lse = jax.lax.cond(
-                    plan.overflow, lambda: self._with_rest(out, lse, q, plan, ckv, layer), lambda: (out, lse)
+                    plan.overflow,
+                    lambda: self._with_rest(out, lse, q, plan, ckv, layer, rows),
+                    lambda: (out, lse),
                 )
+        out = out.reshape(requests * rows, heads, -1)
         return expand_values(out, layer.value_expansion, queries.nope.dtype).reshape(
-            requests, rows, out.shape[1], -1
+            requests, rows, heads, -1
         )
 
     def _with_rest(
-        self, out: Array, lse: Array, q: Array, plan: RecordsPlan, ckv: Array, layer: AttentionLayer
-    ) -> tuple[Float[Array, "T h C"], Float[Array, "T h"]]:
+        self,
+        out: Array,
+        lse: Array,
+        q: Array,
+        plan: RecordsPlan,
+        ckv: Array,
+        layer: AttentionLayer,
+        rows: int,
+    ) -> tuple[Float[Array, "N Sh C"], Float[Array, "N Sh"]]:
         """Exchange what the fast exchange left, round by round, and merge it in."""
         capacity, union = plan.capacity, plan.union
         size = capacity.each_round
@@ -114,7 +125,7 @@ class _OverRecords:
             packed = self._packed(ckv, layer.plane, jax.lax.dynamic_slice(mine, (first,), (size,)))
             slots = self._placed(union, first, size)
             arrived = joined(exchange(packed, self.settings.transport))
-            return merge_two(partial, self._attend(q, arrived, slots, layer))
+            return merge_two(partial, self._attend(q, arrived, slots, layer, union, rows))
 
         return jax.lax.fori_loop(0, jax.lax.div(rest + size - 1, size), one_round, (out, lse))
 
@@ -124,9 +135,10 @@ class _OverRecords:
         arrived: Array,
         slots: Array,
         layer: AttentionLayer,
+        union: Union,
+        rows: int,
         current: Array | None = None,
-        current_valid: Array | None = None,
-    ) -> tuple[Float[Array, "T h C"], Float[Array, "T h"]]:
+    ) -> tuple[Float[Array, "N Sh C"], Float[Array, "N Sh"]]:
         settings = self.settings
         return sparse_attention(
             q,
@@ -137,16 +149,18 @@ class _OverRecords:
             settings.scale,
             settings.outer_scale(layer.number),
             current,
-            current_valid,
+            None if current is None else union.current,
             settings.kernels,
             settings.shared_memory,
+            union.seen_by,
+            rows,
         )
 
     def _packed(self, ckv: Array, plane: Array | int, slots: Array) -> Shaped[Array, "n width"]:
         """One layer's records at these slots."""
         return pack_records(ckv, jnp.asarray(plane, jnp.int32)[None], slots, self.settings.kernels)[0]
 
-    def _placed(self, union: Union, first: Array | int, count: int) -> Int[Array, "T K"]:
+    def _placed(self, union: Union, first: Array | int, count: int) -> Int[Array, "N SK"]:
         """Where an exchange of each rank's records first to first + count puts them; -1 for all others."""
         inside = (union.ordinal >= first) & (union.ordinal < first + count)
         at = arrival(union.owner, union.ordinal - first, count, self.settings.transport)

@@ -35,8 +35,9 @@ class Workload:
     """What the shapes of a step leave open.
 
     visible: tokens that each request has, all of which are scored. listed: the share of its list of slots that a kernel
-    finds filled: 1 where the records were exchanged, 1 / W where each rank attends over those it owns. shared_memory:
-    as the engine's settings have it, since it decides how attention is cut up.
+    finds filled: 1 where the records were exchanged, 1 / W where each rank attends over those it owns. union: what of a
+    list for all of a request's rows is filled, as rows select some records in common. shared_memory: as the engine's
+    settings have it, since it decides how attention is cut up.
 
     experts: of a layer, on all ranks together. each: that a row chooses. expert_ranks: that experts are split over.
     used_experts: that a step's rows choose of one rank's; None: as many as are expected of rows that choose at random.
@@ -45,6 +46,7 @@ class Workload:
     record: RecordFormat
     visible: int
     listed: float = 1.0
+    union: float = 1.0
     shared_memory: int = SHARED_MEMORY
     experts: int = 256
     each: int = 8
@@ -81,22 +83,25 @@ def declared_cost(
 def _sparse_attention(
     operands: Sequence[ArrayShape], results: Sequence[ArrayShape], workload: Workload
 ) -> Cost:
-    """Operands q, pool, plane, slots, then an outer scale, then current records and which of them are valid.
+    """Operands q, pool, plane, slots, then who sees what, an outer scale, current records and which of them are valid.
 
     The declared cost is that of the kernel and of `combine`, which merges its partials.
     """
     q, _, _, slots, *more = operands
     rows, heads, _ = q.sizes
-    listed = math.ceil(workload.listed * slots.sizes[1])
+    shared = bool(more) and more[0].sizes == slots.sizes
+    more = more[shared:]
     return sparse_attention.cost(
         rows,
         heads,
-        listed,
+        slots.sizes[1],
         workload.record,
         _DTYPES[q.dtype],
         current=more[-1].sizes[1] if len(more) >= 2 else 0,
         outer_scale=len(more) % 2 == 1,
         shared_memory=workload.shared_memory,
+        shared_lists=shared,
+        listed=workload.listed * (workload.union if shared else 1),
     )
 
 

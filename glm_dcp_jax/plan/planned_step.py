@@ -11,6 +11,7 @@ from glm_dcp_jax.engine.blueprint import Blueprint
 from glm_dcp_jax.engine.draft_steps import DraftShape, FirstShape, NextShape
 from glm_dcp_jax.engine.steps import BlockShape, StepShape
 from glm_dcp_jax.model.stored_weights import WeightFormats
+from glm_dcp_jax.parallel.capacity import NEW_PER_ROW
 from glm_dcp_jax.parallel.link import Link
 from glm_dcp_jax.parallel.mesh import make_mesh
 from glm_dcp_jax.plan.bytes_read import Program
@@ -96,6 +97,7 @@ class PlannedStep:
             self.blueprint.record,
             self.context,
             listed=1 / parallel.decode_context_parallel_size if path == "queries" else 1.0,
+            union=(1 + NEW_PER_ROW * (self.rows - 1)) / self.rows,
             shared_memory=self.blueprint.steps.settings.shared_memory,
             experts=self.model.n_routed_experts,
             each=self.model.num_experts_per_tok,

@@ -22,7 +22,13 @@ SHAPES = {
 
 
 @pytest.mark.parametrize(
-    ("name", "share"), [("verification", True), ("prefill", True), ("next", True), ("next", False)]
+    ("name", "share"),
+    [
+        ("verification", True),
+        pytest.param("prefill", True, marks=pytest.mark.slow),
+        ("next", True),
+        pytest.param("next", False, marks=pytest.mark.slow),
+    ],
 )
 def test_no_program_copies_a_pool_or_experts(absent_gpus, name: str, share: bool) -> None:
     wanted: DraftShape = SHAPES[name]

@@ -82,6 +82,27 @@ def attention(record: RecordFormat, heads: int) -> tuple[Callable, tuple]:
     )
 
 
+def shared_attention(record: RecordFormat, drafts: int) -> tuple[Callable, tuple]:
+    """Requests of 1 + drafts rows of 8 heads, which share a list."""
+    rows = 1 + drafts
+
+    def run(q, pool, plane, slots, seen_by, current, current_seen_by):
+        own = (None, current, current_seen_by)
+        return sparse_attention(
+            q, pool, plane, slots, record, 1 / 16, *own, "triton", seen_by=seen_by, sharers=rows
+        )
+
+    return run, (
+        halves(ROWS, rows * 8, 576),
+        pool_of(record),
+        integers(),
+        integers(ROWS, rows * TOP_K),
+        integers(ROWS, rows * TOP_K),
+        array(record.dtype, ROWS, rows, record.width),
+        integers(ROWS, rows),
+    )
+
+
 def selection() -> tuple[Callable, tuple]:
     """New index keys are written, then scored and the best 2,048 of 131,072 chosen."""
 
@@ -113,6 +134,10 @@ PROGRAMS = (
         for name, record in FORMATS.items()
         for heads in HEADS
         if heads == 64 or name == "nvfp4_ds_mla"
+    }
+    | {
+        f"attention {name} of {1 + drafts} rows": partial(shared_attention, FORMATS[name], drafts)
+        for name, drafts in (("bfloat16", 3), ("fp8_ds_mla", 3), ("nvfp4_ds_mla", 1), ("nvfp4_ds_mla", 3))
     }
     | {"selection": selection}
 )

@@ -30,7 +30,12 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", params=CASES)
+QUICK = {"8 x H200 dcp8 ag_rs decode", "4 x RTX PRO 6000 dcp4 context prefill"}
+PROGRAMS = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in CASES]
+DECODING = [program for program in PROGRAMS if CASES[program.values[0]][2] is DECODE]
+
+
+@pytest.fixture(scope="module", params=PROGRAMS)
 def program(request: pytest.FixtureRequest, absent_gpus) -> Program:
     target, parallel, step = CASES[request.param]
     devices = absent_gpus(target, parallel.tensor_parallel_size)
@@ -47,7 +52,7 @@ def test_a_step_is_given_every_weight_once(program: Program) -> None:
     program.check_that_arguments_exist_once()
 
 
-@pytest.mark.parametrize("program", [name for name in CASES if CASES[name][2] is DECODE], indirect=True)
+@pytest.mark.parametrize("program", DECODING, indirect=True)
 def test_decode_copies_no_experts(program: Program) -> None:
     """A decode step needs the weights of a few experts: all of a layer's must not pass through its workspace."""
     temporaries, experts = program.memory.temp_size_in_bytes, program.engine.layer_expert_bytes

@@ -42,7 +42,7 @@ class TestCounter:
 
 @pytest.fixture(
     scope="module",
-    params=[(1, 1, 0), (4, 2, 0), (1, 1, 2)],
+    params=[(1, 1, 0), pytest.param((4, 2, 0), marks=pytest.mark.slow), (1, 1, 2)],
     ids=["one device", "a mesh of 4 by 2", "one device that drafts"],
 )
 def warm(request, drafting, devices) -> LLM:

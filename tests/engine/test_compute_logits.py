@@ -29,11 +29,16 @@ NARROW = {
     "nvfp4 records, fp8 rope": ({"kv_cache_dtype": "nvfp4_ds_mla", "nvfp4_rope_dtype": "fp8"}, 6.0),
 }
 POSITIONS, MASK = 0, 10**6
+QUICK = {("bfloat16", MASK), ("fp8 records", POSITIONS), ("nvfp4 records", POSITIONS)}
 
 
 @pytest.mark.parametrize(
     ("name", "dense_context"),
-    [*((name, POSITIONS) for name in NARROW), *((name, MASK) for name in ("bfloat16", "nvfp4 records"))],
+    [
+        pytest.param(name, form, marks=[] if (name, form) in QUICK else pytest.mark.slow)
+        for name in NARROW
+        for form in (POSITIONS, MASK)
+    ],
 )
 def test_narrow_types_stay_close_where_no_choice_can_flip(directory, name, dense_context, monkeypatch):
     """With every position and every expert chosen, rounding moves logits by about the type's precision."""

@@ -52,7 +52,9 @@ def test_who_loses_its_pages_goes_on_as_if_nothing_had_happened(directory, plain
     short.engine.scheduler.prefixes.check()
 
 
-@pytest.mark.parametrize("dcp", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "dcp", [1, pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(8, marks=pytest.mark.slow)]
+)
 def test_a_common_prefix_is_computed_once_and_counted_exactly(directory, devices, dcp):
     devices(dcp)
     llm = tiny_llm(

@@ -100,7 +100,7 @@ def memory_of(call: Callable[[], object]) -> int:
     return min(needed)
 
 
-@pytest.mark.parametrize("text", [False, True], ids=["tokens", "text"])
+@pytest.mark.parametrize("text", [pytest.param(False, marks=pytest.mark.slow), True], ids=["tokens", "text"])
 def test_a_step_copies_nothing_of_what_was_there_before(text):
     """Else its cost would grow with what was generated."""
     engine, _ = host_overhead.decoding_engine(requests=1, prompt_len=40, steps=8100, text=text)

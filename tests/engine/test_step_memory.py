@@ -35,6 +35,7 @@ CASES = {
     "scanned tp4 dcp4 a2a queries": (SCANNED, ParallelConfig(4, 4, "a2a", "queries")),
     "scanned tp4 dcp2 ag_rs context": (SCANNED, ParallelConfig(4, 2, "ag_rs", "context")),
 }
+QUICK = {"unrolled tp1 context", "unrolled tp4 dcp4 ag_rs context", "scanned tp4 dcp4 a2a queries"}
 STEPS = {"decode": ("decode", 4, 1, 256), "prefill": ("prefill", 1, 64, 256)}
 
 
@@ -48,7 +49,10 @@ def engine_of(model: ModelConfig, parallel: ParallelConfig, devices) -> Abstract
     return AbstractEngine(model, parallel, devices(parallel.tensor_parallel_size), "float32", tokens)
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in CASES],
+)
 def engine(request: pytest.FixtureRequest, devices) -> AbstractEngine:
     schedule, parallel = CASES[request.param]
     return engine_of(config_of("tiny-a", **schedule), parallel, devices)

@@ -15,7 +15,6 @@ from jax.experimental import pallas as pl
 
 from glm_dcp_jax.cache.records import RecordFormat
 from glm_dcp_jax.kernels import record_tiles, tiles
-from glm_dcp_jax.kernels.combine import combine
 from glm_dcp_jax.kernels.cost import Cost
 from glm_dcp_jax.kernels.sparse_attention import sparse_attention
 from glm_dcp_jax.kernels.sparse_attention.cost import cost
@@ -39,9 +38,11 @@ class Case(NamedTuple):
     rope_kind: str = "bfloat16"
     outer_scale: float | None = None
     shared_memory: int = SHARED_MEMORY
+    sharers: int = 1
 
     def __str__(self) -> str:
-        return f"{self.name}-{self.latent}-{self.heads}x{self.count}"
+        shared = f"-{self.sharers} sharers" if self.sharers > 1 else ""
+        return f"{self.name}-{self.latent}-{self.heads}x{self.count}{shared}"
 
     @property
     def record(self) -> RecordFormat:
@@ -67,32 +68,40 @@ CASES = [
     Case(
         "bfloat16", 16, 4, 16, 64, 300, 2, BFLOAT16, shared_memory=LARGE_SHARED_MEMORY
     ),  # wide programs, too
+    Case("float32", 24, 6, rows=3, heads=12, count=64, current=4, sharers=4),
+    Case("bfloat16", 16, 4, rows=2, heads=21, count=50, current=3, dtype=BFLOAT16, sharers=3),
+    Case("nvfp4_ds_mla", 64, 8, 2, 32, 70, 8, BFLOAT16, outer_scale=1.7, sharers=8),
+    Case("fp8_ds_mla", 20, 3, rows=2, heads=31, count=7, sharers=31),
+    Case("bfloat16", 16, 4, 16, 64, 100, 2, BFLOAT16, shared_memory=LARGE_SHARED_MEMORY, sharers=4),  # wide
 ]
 
 
 class Problem(NamedTuple):
-    """Arguments of the op: current and its mask last, if the case has current records."""
+    """Arguments of the op: current and its mask, if the case has current records, then who sees what is listed."""
 
     q: np.ndarray
     pool: np.ndarray
     plane: int
     slots: np.ndarray
     own: tuple = ()
+    seen_by: tuple = ()
 
 
 @cache
 def compiled(case: Case, backend: str) -> Callable[..., tuple[jax.Array, jax.Array]]:
     def run(q, pool, plane, slots, *more):
-        scale, own = (more[0], more[1:]) if case.scales else (None, more)
+        scale, more = (more[0], more[1:]) if case.scales else (None, more)
+        seen_by, own = (more[-1], more[:-1]) if case.sharers > 1 else (None, more)
         current, valid = own or (None, None)
         options = {"backend": backend, "shared_memory": case.shared_memory}
+        options |= {"seen_by": seen_by, "sharers": case.sharers}
         return sparse_attention(q, pool, plane, slots, case.record, SCALE, scale, current, valid, **options)
 
     return jax.jit(run)
 
 
 def attend(case: Case, problem: Problem, backend: str) -> tuple[np.ndarray, np.ndarray]:
-    found = compiled(case, backend)(*problem[:4], *case.scales, *problem.own)
+    found = compiled(case, backend)(*problem[:4], *case.scales, *problem.own, *problem.seen_by)
     assert [part.dtype for part in found] == [np.float32, np.float32]
     out, lse = map(np.asarray, found)
     return out, lse
@@ -149,9 +158,19 @@ def random_problem(case: Case, seed: int, kinds: list[str]) -> Problem:
     q = rng.standard_normal((case.rows, case.heads, case.latent + case.rope)).astype(case.dtype)
     own: tuple = ()
     if case.current:
-        valid = rng.random((case.rows, case.current)) < rng.random()
-        own = (unreadable(encoded(case, rng, case.rows, case.current), ~valid), valid)
-    return Problem(q, pool, plane, slots.astype(np.int32), own)
+        valid = who_sees(case, rng, case.rows, case.current)
+        own = (unreadable(encoded(case, rng, case.rows, case.current), valid == 0), valid)
+    seen_by = (who_sees(case, rng, *slots.shape),) if case.sharers > 1 else ()
+    return Problem(q, pool, plane, slots.astype(np.int32), own, seen_by)
+
+
+def who_sees(case: Case, rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """A mask, or of several sharers one in each bit. The second sharer sees nothing."""
+    masks = rng.random((case.sharers, *shape)) < rng.random()
+    if case.sharers == 1:
+        return masks[0]
+    masks[1] = False
+    return sum(mask.astype(np.int32) << bit for bit, mask in enumerate(masks))
 
 
 def decoded(case: Case, records: np.ndarray) -> np.ndarray:
@@ -159,7 +178,11 @@ def decoded(case: Case, records: np.ndarray) -> np.ndarray:
 
 
 def oracle(case: Case, problem: Problem) -> tuple[np.ndarray, np.ndarray]:
-    """Output and LSE in float64, row by row over the records it selects, each as often as it is listed."""
+    """Output and LSE in float64, query by query over the records it selects, each as often as it is listed."""
+    if case.sharers > 1:
+        parts = [oracle_of(case, problem, sharer) for sharer in range(case.sharers)]
+        out, lse = (np.concatenate(part, axis=1) for part in zip(*parts, strict=True))
+        return out, lse
     out = np.zeros((case.rows, case.heads, case.latent))
     lse = np.full((case.rows, case.heads), -np.inf)
     pool, (current, valid) = decoded(case, problem.pool)[problem.plane], problem.own or ((), ())
@@ -177,6 +200,23 @@ def oracle(case: Case, problem: Problem) -> tuple[np.ndarray, np.ndarray]:
         out[row] = weights / total @ values[:, : case.latent]
         lse[row] = (top + np.log(total))[:, 0]
     return out, lse
+
+
+def oracle_of(case: Case, problem: Problem, sharer: int) -> tuple[np.ndarray, np.ndarray]:
+    """One sharer's heads, by themselves."""
+
+    def seen(bits: np.ndarray) -> np.ndarray:
+        return bits >> sharer & 1 != 0
+
+    each = case.heads // case.sharers
+    own = (problem.own[0], seen(problem.own[1])) if problem.own else ()
+    alone = problem._replace(
+        q=problem.q[:, sharer * each :][:, :each],
+        slots=np.where(seen(problem.seen_by[0]), problem.slots, -1),
+        own=own,
+        seen_by=(),
+    )
+    return oracle(case._replace(heads=each, sharers=1), alone)
 
 
 def assert_close(case: Case, problem: Problem, found: tuple) -> None:
@@ -241,7 +281,7 @@ class TestSizesOf0:
     @pytest.mark.parametrize(("rows", "heads"), [(0, 2), (2, 0)])
     def test_no_rows_and_no_heads(self, rows, heads, backend):
         case = CASES[2]._replace(rows=2)
-        q, pool, plane, slots, (current, valid) = random_problem(case, 4, ["all"])
+        q, pool, plane, slots, (current, valid), _ = random_problem(case, 4, ["all"])
         problem = Problem(q[:rows, :heads], pool, plane, slots[:rows], (current[:rows], valid[:rows]))
         out, lse = attend(case, problem, backend)
         assert out.shape == (rows, heads, case.latent) and lse.shape == (rows, heads)
@@ -291,83 +331,54 @@ def test_kernels_decode_every_code(case: Case) -> None:
         assert not np.any(np.nan_to_num(padding))  # zeros, times scales that may be NaN
 
 
-class TestCombine:
-    """Merging partial outputs, each with its LSE."""
-
-    def test_it_weighs_parts_by_their_lse(self) -> None:
-        rng = np.random.default_rng(0)
-        out = rng.standard_normal((2, 5, 3, 20)).astype(np.float32)
-        lse = (10 * rng.standard_normal((2, 5, 3))).astype(np.float32)
-        lse[0, 1:, 0] = lse[1, :, 2] = -np.inf
-        out[np.isneginf(lse)] = np.nan
-        merged, merged_lse = combine(out, lse, interpret=True)
-        weights = np.exp(lse.astype(np.float64))
-        total = weights.sum(axis=1)
-        expected = (np.where(weights > 0, weights, 0)[..., None] * np.nan_to_num(out)).sum(axis=1)
-        expected /= np.where(total > 0, total, 1)[..., None]
-        np.testing.assert_allclose(merged, expected, rtol=1e-5, atol=1e-6)
-        with np.errstate(divide="ignore"):
-            np.testing.assert_allclose(merged_lse, np.log(total), rtol=1e-5)
-        assert not np.any(merged[1, 2])
-
-    def test_one_part_is_the_result(self) -> None:
-        out, lse = np.ones((2, 1, 3, 4), np.float32), np.zeros((2, 1, 3), np.float32)
-        merged, merged_lse = combine(out, lse, interpret=True)
-        assert merged.shape == (2, 3, 4) and merged_lse.shape == (2, 3)
-
-
-class TestTiling:
-    """How work is cut up at full size."""
-
-    @pytest.mark.parametrize("heads", [8, 16, 64])
-    @pytest.mark.parametrize("rows", [1, 4, 16, 32])
-    @pytest.mark.parametrize("shared_memory", [SHARED_MEMORY, LARGE_SHARED_MEMORY])
-    def test_a_gpu_is_filled_or_each_program_has_one_tile(self, rows, heads, shared_memory):
-        cut = tiling(rows, heads, 2048, jnp.bfloat16, shared_memory)
-        programs = rows * cut.head_blocks(heads) * cut.splits
-        assert programs >= 128 or cut.splits * cut.records == 2048
-        assert cut.splits == 1 or programs < 256
-
-    def test_heads_share_a_program_where_there_is_room(self):
-        assert tiling(16, 64, 2048, jnp.bfloat16).head_blocks(64) == 4
-        assert tiling(16, 64, 2048, jnp.bfloat16, LARGE_SHARED_MEMORY).head_blocks(64) == 1
-        assert tiling(1, 64, 2048, jnp.bfloat16, LARGE_SHARED_MEMORY).head_blocks(64) == 4
-        assert not tiling(16, 16, 2048, jnp.bfloat16, LARGE_SHARED_MEMORY).wide
-
-    def test_a_short_list_is_one_tile(self):
-        assert tiling(1, 64, 7, jnp.bfloat16).splits == 1
-
-
+@pytest.mark.parametrize("sharers", [1, 4])
 @pytest.mark.parametrize("wide", [False, True])
-def test_cost_is_what_the_kernel_does(moved: Callable[[], Cost], wide: bool) -> None:
-    """Exactly where sizes fill their tiles, but that slots and masks are looked at twice."""
+def test_cost_is_what_the_kernel_does(moved: Callable[[], Cost], wide: bool, sharers: int) -> None:
+    """Exactly where sizes fill their tiles, but that slots and masks are looked at twice, bits of masks once more."""
     heads, rows = (64, 16) if wide else (32, 2)
     memory = LARGE_SHARED_MEMORY if wide else SHARED_MEMORY
-    case = Case("nvfp4_ds_mla", 64, 16, rows, heads, 64, 16, BFLOAT16, "bfloat16", 0.5, memory)
+    case = Case("nvfp4_ds_mla", 64, 16, rows, heads, 64, 16, BFLOAT16, "bfloat16", 0.5, memory, sharers)
     problem = random_problem(case, 1, ["all"])
-    own = (encoded(case, np.random.default_rng(2), rows, 16), np.ones((rows, 16), bool))
-    jax.block_until_ready(attend(case, problem._replace(own=own), "interpret"))
-    again = rows * tiling(rows, heads, 64, BFLOAT16, memory).head_blocks(heads) * (64 * 4 + 16)
-    declared = cost(rows, heads, 64, case.record, BFLOAT16, 16, True, memory)
+    everyone = np.ones((rows, 16), bool) if sharers == 1 else np.full((rows, 16), 15, np.int32)
+    own = (encoded(case, np.random.default_rng(2), rows, 16), everyone)
+    seen_by = (np.full_like(problem.slots, 15),) if sharers > 1 else ()
+    jax.block_until_ready(attend(case, problem._replace(own=own, seen_by=seen_by), "interpret"))
+    masks = 16 if sharers == 1 else 2 * 16 * 4
+    again = rows * tiling(rows, heads, 64, BFLOAT16, memory).head_blocks(heads) * (64 * 4 + masks)
+    declared = cost(rows, heads, 64, case.record, BFLOAT16, 16, True, memory, sharers > 1)
     assert moved() == declared._replace(bytes_read=declared.bytes_read + again)
 
 
-def test_byte_pools_beyond_32_bit_offsets_are_refused_and_words_are_not() -> None:
-    def shape(record: RecordFormat, slots: int) -> tuple:
-        q = jax.ShapeDtypeStruct((1, 1, record.latent_width + record.rope_width), BFLOAT16)
-        pool = jax.ShapeDtypeStruct((78, slots, record.width), np.uint8)
-        run = partial(sparse_attention, record=record, scale=SCALE, backend="interpret")
-        return jax.eval_shape(run, q, pool, 0, jax.ShapeDtypeStruct((1, 8), np.int32))[0].shape
+class TestSharers:
+    """Several queries over one list."""
 
-    assert shape(RecordFormat.sized("nvfp4_ds_mla", 512, 64, 128), 2**20) == (1, 1, 512)
-    with pytest.raises(ValueError, match="below 2 GiB"):
-        shape(RecordFormat.sized("nvfp4_ds_mla", 24, 3, 8), 2**20)
+    def run(self, sharers: int, seen_by: bool = True, heads: int = 4, valid: type = np.int32) -> None:
+        record = RecordFormat.sized("bfloat16", 16, 4, 8)
+        q, pool = np.zeros((2, heads, 20), BFLOAT16), np.zeros((1, 64, 20), BFLOAT16)
+        slots, current = np.zeros((2, 8), np.int32), np.zeros((2, 3, 20), BFLOAT16)
+        bits = slots if seen_by else None
+        own = (None, current, np.zeros((2, 3), valid))
+        sparse_attention(q, pool, 0, slots, record, SCALE, *own, seen_by=bits, sharers=sharers)
 
+    def test_they_divide_the_heads_and_fit_the_bits(self):
+        with pytest.raises(ValueError, match="sharers is 3, but must be 1 to 31 and divide the 4 heads of q"):
+            self.run(3)
+        with pytest.raises(ValueError, match="sharers is 32, but must be 1 to 31"):
+            self.run(32, heads=64)
 
-def test_more_rows_than_a_grid_takes_are_refused() -> None:
-    record = RecordFormat.sized("bfloat16", 16, 4, 8)
-    shapes = [((65_536, 1, 20), BFLOAT16), ((1, 64, 20), BFLOAT16), ((65_536, 8), np.int32)]
-    q, pool, slots = (jax.ShapeDtypeStruct(*shape) for shape in shapes)
-    run = partial(sparse_attention, record=record, scale=SCALE, backend="triton")
-    with pytest.raises(ValueError, match="65536 rows are more than a GPU's grid takes; .* at most 65535"):
-        jax.eval_shape(run, q, pool, 0, slots)
+    def test_there_are_bits_if_and_only_if_there_are_several(self):
+        for sharers, seen_by in ((2, False), (1, True)):
+            with pytest.raises(ValueError, match="pass it if, and only if, sharers > 1"):
+                self.run(sharers, seen_by)
+
+    def test_a_mask_is_for_one(self):
+        with pytest.raises(ValueError, match="current_valid is bool, but must be int32"):
+            self.run(2, valid=bool)
+
+    def test_a_union_is_read_once(self):
+        """4 rows of 8 heads: one program's heads, for which a record is read and decoded once."""
+        record = RecordFormat.sized("nvfp4_ds_mla", 512, 64, 128)
+        union = cost(32, 32, 8192, record, BFLOAT16, 4, shared_lists=True, listed=1.75 / 4)
+        alone = cost(128, 8, 2048, record, BFLOAT16, 4)
+        records = 32 * 3584 * record.record_bytes
+        assert union.bytes_read < 1.5 * records and alone.bytes_read > 2.3 * records

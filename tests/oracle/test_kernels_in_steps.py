@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_goldens import GOLDEN, HIDDEN_TOLERANCE, LOGIT_TOLERANCE, golden
+from test_goldens import GOLDEN, HIDDEN_TOLERANCE, LOGIT_TOLERANCE, golden, prefill_as_captured
 
 from glm_dcp_jax import LLM, SamplingParams
 from glm_dcp_jax.engine import blueprint
@@ -34,7 +34,7 @@ def interpreted(monkeypatch):
         pytest.param(4, 4, "queries", marks=pytest.mark.slow),
     ],
 )
-def test_prefill_and_decode_give_the_goldens_tokens(devices, interpreted, tp, dcp, prefill_path):
+def test_prefill_and_decode_give_the_goldens_tokens(devices, interpreted, monkeypatch, tp, dcp, prefill_path):
     devices(tp)
     stored = {key[3:]: value for key, value in golden("tiny-a").items() if key.startswith(f"p{PROMPT}_")}
     prompt = stored["ids"].tolist()
@@ -51,6 +51,7 @@ def test_prefill_and_decode_give_the_goldens_tokens(devices, interpreted, tp, dc
         num_gpu_blocks_override=100,
     )
     assert llm.engine.runner.steps.settings.kernels == "interpret"
+    prefill_as_captured(llm, monkeypatch)
     seen = llm.compute_logits(prompt, capture=True)
     np.testing.assert_allclose(seen.logits, stored["logits"], rtol=0, atol=LOGIT_TOLERANCE["tiny-a"])
     np.testing.assert_allclose(seen.hidden, stored["hidden"], rtol=0, atol=HIDDEN_TOLERANCE)

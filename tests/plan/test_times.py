@@ -197,7 +197,7 @@ def test_attention_costs_what_the_op_declares(operands, options):
 
 def test_a_rank_that_owns_a_quarter_attends_over_a_quarter():
     quarter = Times(Workload(RECORD, visible=4096, listed=0.25), bandwidth=1e9)
-    cost = attention_cost(4, 8, 512, RECORD, jnp.bfloat16, current=4)
+    cost = attention_cost(4, 8, 2048, RECORD, jnp.bfloat16, current=4, listed=0.25)
     line = kernel("sparse_attention", PARTIALS, 6)
     assert estimate(line, *ATTENTION_OPERANDS, times=quarter) == (us(cost), "declared")
 

@@ -196,6 +196,7 @@ def test_a_conversation_goes_on_turn_by_turn(crowded, one):
         said = said + found["token_ids"]
 
 
+@pytest.mark.slow
 def test_a_producers_prompt_that_loses_its_pages_is_handed_over_all_the_same(crowded, one):
     producer, consumer = crowded
     before = producer.engine.stats().preemptions

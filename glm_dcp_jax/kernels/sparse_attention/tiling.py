@@ -12,6 +12,7 @@ SHARED_MEMORY = 99 * 1024
 227 KiB."""
 
 _WIDE_SHARED_MEMORY = 160 * 1024
+_FEW_HEADS = 16
 _WIDE_HEADS = 64
 _WIDE_ROWS = 16
 """With fewer rows, wide programs would spend more on partial outputs than they save on decoding."""
@@ -43,15 +44,17 @@ def tiling(rows: int, heads: int, count: int, dtype: DTypeLike, shared_memory: i
     """For `rows` queries of this dtype with `heads` heads, each over `count` slots.
 
     Every program decodes the records it needs for its own heads. So many heads are cheapest in one program, where they
-    fit: in registers, the output of 16 heads over 512 latents takes 64 registers of each of 128 threads, that of 64
-    heads 128 of 256; in shared memory, queries take 18 or 72 KiB and a tile 32 KiB once or, when wide, twice. Float32
-    takes twice the room and has no tensor cores.
+    fit: in registers, the output of 16 heads over 512 latents takes 64 registers of each of 128 threads, that of 32
+    heads 64 and of 64 heads 128 of 256; in shared memory, queries take 18, 36 or 72 KiB and a tile 32 KiB once or, when
+    wide, twice. Float32 takes twice the room and has no tensor cores.
     """
     if jnp.dtype(dtype) == jnp.float32:
         shape = Tiling(heads=16, records=16, splits=1, wide=False, warps=4, stages=1)
     elif heads >= _WIDE_HEADS and rows >= _WIDE_ROWS and shared_memory >= _WIDE_SHARED_MEMORY:
         shape = Tiling(heads=_WIDE_HEADS, records=32, splits=1, wide=True, warps=8, stages=2)
+    elif heads > _FEW_HEADS:
+        shape = Tiling(heads=2 * _FEW_HEADS, records=32, splits=1, wide=False, warps=8, stages=2)
     else:
-        shape = Tiling(heads=16, records=32, splits=1, wide=False, warps=4, stages=2)
+        shape = Tiling(heads=_FEW_HEADS, records=32, splits=1, wide=False, warps=4, stages=2)
     wanted = tiles.next_power(-(-_PROGRAMS // (rows * shape.head_blocks(heads))))
     return shape._replace(splits=min(wanted, -(-count // shape.records)))

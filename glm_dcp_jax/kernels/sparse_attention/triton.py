@@ -4,6 +4,7 @@ A program takes some heads of one row and some tiles of its list, and writes a p
 the row's current records. `combine` merges the partials.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -27,18 +28,20 @@ def sparse_attention(
     slots: Int[Array, "T K"],
     record: RecordFormat,
     scale: float,
+    sharers: int,
     shared_memory: int,
     interpret: bool,
+    seen_by: Int[Array, "T K"] | None = None,
     outer_scale: Float[Array, ""] | None = None,
     current: Shaped[Array, "T S width"] | None = None,
-    current_valid: Bool[Array, "T S"] | None = None,
+    current_valid: Bool[Array, "T S"] | Int[Array, "T S"] | None = None,
 ) -> tuple[Float[Array, "T H C"], Float[Array, "T H"]]:
     """See the op."""
     rows, heads, _ = q.shape
     if 0 in (rows, heads):
         return jnp.zeros((rows, heads, record.latent_width)), jnp.zeros((rows, heads))
     cut = tiling(rows, heads, slots.shape[1], q.dtype, shared_memory)
-    optional: dict[str, Array] = {}
+    optional: dict[str, Array] = {} if seen_by is None else {"seen_by": seen_by}
     if outer_scale is not None:
         optional["outer_scale"] = outer_scale.astype(jnp.float32).reshape(1)
     if current is not None and current_valid is not None:
@@ -50,8 +53,11 @@ def sparse_attention(
         given = dict(zip(optional, more, strict=True))
         row, partial = pl.program_id(2), pl.program_id(1)
         head = pl.program_id(0) * cut.heads + jnp.arange(cut.heads)
-        program = _Program(row, partial, head, q, out, lse, given.get("outer_scale"), record, cut, scale)
-        pl.when(partial < cut.splits)(lambda: program.attend(_listed(pool, plane, slots, row, partial, cut)))
+        program = _Program(
+            row, partial, head, q, out, lse, given.get("outer_scale"), record, cut, scale, sharers
+        )
+        listed = functools.partial(_listed, pool, plane, slots, given.get("seen_by"), row, partial, cut)
+        pl.when(partial < cut.splits)(lambda: program.attend(listed()))
         if "current" in given:
             own = _current(given["current"], given["current_valid"], row, cut)
             pl.when(partial == cut.splits)(lambda: program.attend(own))
@@ -71,7 +77,8 @@ def sparse_attention(
 
 
 class _List(NamedTuple):
-    """What a program attends over. slots_at: slots at indices [*n] of the row's list, -1 for nothing.
+    """What a program attends over. slots_at: slots at indices [*n] of the row's list, -1 for nothing. seen_at: bits of
+    those who see them, where several share the list.
 
     The program's tiles are first, first + stride, ...: `steps` of them, of `records` records each.
     """
@@ -79,44 +86,59 @@ class _List(NamedTuple):
     stored: jax.Ref
     plane: Int[Array, ""]
     slots_at: Callable[[Array], Array]
+    seen_at: Callable[[Array], Array]
     first: Int[Array, ""] | int
     stride: int
     steps: int
     records: int
 
-    def slots(self, number: Int[Array, "*n"]) -> Int[Array, "*n records"]:
+    def indices(self, number: Int[Array, "*n"]) -> Int[Array, "*n records"]:
         """Those of the program's tiles of these numbers."""
         tile = self.first + self.stride * number
-        return self.slots_at(tile[..., None] * self.records + jnp.arange(self.records))
+        return tile[..., None] * self.records + jnp.arange(self.records)
 
     def length(self) -> Int[Array, ""]:
         """Tiles up to the last one that has a record."""
         number = jnp.arange(tiles.next_power(self.steps))
-        held = (jnp.max(self.slots(number), axis=1) >= 0) & (number < self.steps)
+        held = (jnp.max(self.slots_at(self.indices(number)), axis=1) >= 0) & (number < self.steps)
         return jnp.max(jnp.where(held, number + 1, 0))
 
 
-def _listed(pool: jax.Ref, plane: jax.Ref, slots: jax.Ref, row: Array, split: Array, cut: Tiling) -> _List:
+def _listed(
+    pool: jax.Ref,
+    plane: jax.Ref,
+    slots: jax.Ref,
+    seen_by: jax.Ref | None,
+    row: Array,
+    split: Array,
+    cut: Tiling,
+) -> _List:
     """A split's part of the row's slots."""
     count = slots.shape[1]
 
-    def at(index: Array) -> Array:
+    def slots_at(index: Array) -> Array:
         return tiles.load(slots, _like(row, index), index, mask=index < count, other=-1)
 
+    def seen_at(index: Array) -> Array:
+        assert seen_by is not None, "only sharers are asked for"
+        return tiles.load(seen_by, _like(row, index), index, mask=index < count, other=0)
+
     per_split = -(-count // (cut.splits * cut.records))
-    return _List(pool, tiles.only(plane), at, split, cut.splits, per_split, cut.records)
+    return _List(pool, tiles.only(plane), slots_at, seen_at, split, cut.splits, per_split, cut.records)
 
 
 def _current(current: jax.Ref, valid: jax.Ref, row: Array, cut: Tiling) -> _List:
     """The row's current records, as if `current` were a pool whose planes are the rows."""
     count = current.shape[1]
 
-    def at(index: Array) -> Array:
-        seen = tiles.load(valid, _like(row, index), index, mask=index < count, other=False)
-        return jnp.where(seen, index, -1)
+    def seen_at(index: Array) -> Array:
+        return tiles.load(valid, _like(row, index), index, mask=index < count, other=0)
+
+    def slots_at(index: Array) -> Array:
+        return jnp.where(seen_at(index) != 0, index, -1)
 
     records = min(max(tiles.next_power(count), tiles.MIN_PRODUCT), cut.records)
-    return _List(current, row, at, 0, 1, -(-count // records), records)
+    return _List(current, row, slots_at, seen_at, 0, 1, -(-count // records), records)
 
 
 class _State(NamedTuple):
@@ -146,6 +168,7 @@ class _Program(NamedTuple):
     record: RecordFormat
     cut: Tiling
     scale: float
+    sharers: int
 
     def attend(self, todo: _List) -> None:
         """Attend over the list and write the result to this program's place."""
@@ -156,12 +179,16 @@ class _Program(NamedTuple):
         outer_scale = None if self.outer_scale is None else tiles.only(self.outer_scale)
 
         def step(number: Array, state: _State) -> _State:
-            slots = todo.slots(number)
+            index = todo.indices(number)
+            slots = todo.slots_at(index)
             tile = record_tiles.RecordTile(todo.stored, todo.plane, slots, slots >= 0, record)
             latent = record_tiles.load_latent(tile, self.q.dtype, outer_scale)
             rope = record_tiles.load_rope(tile, self.q.dtype)
             scores = tiles.dot(latent, q_latent, transpose_b=True) + tiles.dot(rope, q_rope, transpose_b=True)
-            scores = jnp.where(tile.valid[:, None], scores * (self.scale * math.log2(math.e)), -jnp.inf)
+            seen = tile.valid[:, None]
+            if self.sharers > 1:
+                seen &= (todo.seen_at(index)[:, None] >> self._sharer()[None, :]) & 1 != 0
+            scores = jnp.where(seen, scores * (self.scale * math.log2(math.e)), -jnp.inf)
             return self._add(state, scores, latent)
 
         heads = self.cut.heads
@@ -202,6 +229,11 @@ class _Program(NamedTuple):
         head, column = self.head[:, None], jnp.arange(columns)[None, :]
         mask = (head < self.q.shape[1]) & (column < count)
         return tiles.load(self.q, _like(self.row, head), head, start + column, mask=mask)
+
+    def _sharer(self) -> Int[Array, " M"]:
+        """Whose heads they are; those past the last are of one who sees nothing."""
+        each = self.q.shape[1] // self.sharers
+        return jnp.minimum(self.head // each, self.sharers)
 
     def _per_head(self, values: Shaped[Array, " M"]) -> Shaped[Array, "..."]:
         """Values of heads, to be broadcast over the output's tile or the weights'."""
