@@ -10,6 +10,7 @@ from glm_dcp_jax.plan.decode_report import Load, by_arithmetic, compiled, paths_
 from glm_dcp_jax.plan.flags import CONTEXT, Options
 from glm_dcp_jax.plan.planned_model import planned_model
 from glm_dcp_jax.plan.remedies import Case, remedies
+from glm_dcp_jax.plan.sketch import check_weights, sketch
 from glm_dcp_jax.plan.weights import Parameters, parameters
 
 NOTE = (
@@ -22,6 +23,7 @@ def answer(options: Options) -> dict[str, Any]:
     """Plan what the command line asks for. Raises ConfigError for flags that do not fit the model."""
     case = Case(options.config, planned_model(options.config), options.target)
     _check(case, options)
+    check_weights(sketch(case.config, case.planned, case.target))
     found = case.capacity()
     load = Load(
         options.requests, _context(options, found), options.link, options.kernel_seconds, options.layers
