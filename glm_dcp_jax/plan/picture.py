@@ -40,6 +40,14 @@ def check(file: Path) -> None:
         raise ConfigError(f"--png {file} does not end in .png; name a file that does")
     if not file.absolute().parent.is_dir():
         raise ConfigError(f"--png {file}: there is no directory {file.absolute().parent}; make it first")
+    was_there = file.exists()
+    try:
+        with file.open("ab"):  # whoever may not write is told by no other means on all systems
+            pass
+        if not was_there:
+            file.unlink()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--png {file} cannot be written ({error}); name another file") from error
 
 
 def draw(found: dict[str, Any], file: Path) -> None:

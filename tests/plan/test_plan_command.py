@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from glm_dcp_jax.plan import picture
+from glm_dcp_jax.plan import picture, report
 from glm_dcp_jax.plan.__main__ import main
 from glm_dcp_jax.plan.gpus import _TEXTS
 from glm_dcp_jax.plan.table import WIDTH
@@ -197,7 +197,7 @@ def test_a_gpu_of_ones_own_is_described_by_a_file(plan, tmp_path):
     ("flags", "message"),
     [
         ("--model glm-5.2 --gpus 8xH300", "no GPU 'H300' is known; use COUNTxGPU"),
-        ("--model glm-5.2 --gpus 8xnone.txtpb", "the GPU's description none.txtpb cannot be read"),
+        ("--model glm-5.2 --gpus 8xnone.txtpb", "the GPU's description 'none.txtpb' cannot be read"),
         ("--model glm-5.2", "the following arguments are required: --gpus"),
         ("--model nowhere --gpus 8xH200", "built in are glm-5.2, glm-5.2-bf16, glm-5.2-fp8, glm-5.2-nvfp4"),
         ("--model glm-5.2-fp8 -q modelopt --gpus 8xH200", "--quantization modelopt contradicts the model"),
@@ -243,6 +243,25 @@ def test_a_picture_is_drawn(run, tmp_path):
     file = tmp_path / "memory.png"
     run(*FP8_ON_8_H200, "--png", str(file))
     assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_computed(
+    monkeypatch, capsys, tmp_path
+):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(report, "answer", lambda options: pytest.fail("it was computed"))
+    (tmp_path / "taken.png").mkdir()
+    assert main(["--no-compile", *FP8_ON_8_H200, "--png", str(tmp_path / "taken.png")]) == 2
+    assert f"--png {tmp_path / 'taken.png'} cannot be written" in capsys.readouterr().err
+
+
+def test_nothing_is_left_of_a_picture_that_was_not_drawn(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "old.png").write_text("old")
+    for name in ("new.png", "old.png"):
+        flags = ("--png", str(tmp_path / name), "--max-model-len", "2000000")
+        assert main(["--no-compile", *FP8_ON_8_H200, *flags]) == 2
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("old.png", "old")]
 
 
 def test_a_picture_without_matplotlib_is_refused_before_anything_is_computed(monkeypatch, capsys, tmp_path):
