@@ -1,14 +1,15 @@
 """The model that a plan is made for: built in, or a checkpoint's directory, of which only descriptions are read."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from glm_dcp_jax.config import ConfigError, EngineConfig, ModelConfig
-from glm_dcp_jax.config.quantisation import FP8_BLOCK, Quantisation
+from glm_dcp_jax.config.quantisation import Quantisation
+from glm_dcp_jax.engine.runner import stored_weights
 from glm_dcp_jax.model.converted import MANIFEST, ConvertedCheckpoint, open_checkpoint
 from glm_dcp_jax.model.locate import ModelNotFound, locate_model
 from glm_dcp_jax.model.safetensors_reader import INDEX_NAME, CheckpointError
-from glm_dcp_jax.model.stored_weights import StoredWeights, WeightFormats
+from glm_dcp_jax.model.stored_weights import WeightFormats
 from glm_dcp_jax.plan.assumed import assumed_formats
 from glm_dcp_jax.plan.presets import PRESETS, preset
 
@@ -42,7 +43,6 @@ def planned_model(config: EngineConfig) -> PlannedModel:
         directory = locate_model(config.model)
         overrides = dict(config.hf_overrides)
         model = ModelConfig.load(directory, overrides, config.latent_norm_eps)
-        Quantisation.check(config.quantization, model.quantisation)
         return _stored(config, model, directory)
     except ModelNotFound as error:
         raise ConfigError(f"{error}; built in are {', '.join(PRESETS)}") from error
@@ -64,15 +64,15 @@ def _built_in(config: EngineConfig) -> PlannedModel:
 def _stored(config: EngineConfig, model: ModelConfig, directory: Path) -> PlannedModel:
     has_mtp = model.num_nextn_predict_layers == 1 and any(model.sparse)
     if not any(any(directory.glob(pattern)) for pattern in _WEIGHTS):
+        Quantisation.check(config.quantization, model.quantisation)
         weights, how = assumed_formats(model, directory, dict(config.hf_overrides))
         note = f"there are no files of weights beside config.json: assumed {how}"
         return PlannedModel(config.model, model, weights, note, has_mtp=has_mtp)
-    checkpoint = open_checkpoint(directory)
-    if isinstance(checkpoint, ConvertedCheckpoint):
-        has_mtp = has_mtp and checkpoint.manifest.mtp_layer == model.num_hidden_layers
-        return PlannedModel(config.model, model, checkpoint, f"as its {MANIFEST} says", has_mtp=has_mtp)
-    block = FP8_BLOCK if model.quantisation is None else model.quantisation.block
-    stored = StoredWeights(checkpoint, block)
+    # As the engine takes them, but for sums, for which all weights would be read.
+    stored = stored_weights(open_checkpoint(directory), model, replace(config, verify_checksums=False))
+    if isinstance(stored, ConvertedCheckpoint):
+        has_mtp = has_mtp and stored.manifest.mtp_layer == model.num_hidden_layers
+        return PlannedModel(config.model, model, stored, f"as its {MANIFEST} says", has_mtp=has_mtp)
     prefix = f"model.layers.{model.num_hidden_layers}."
     has_mtp = has_mtp and any(tensor.startswith(prefix) for tensor in stored.names())
     return PlannedModel(config.model, model, stored, "as the headers of its files say", has_mtp=has_mtp)

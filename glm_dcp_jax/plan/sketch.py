@@ -45,12 +45,14 @@ def sketch(config: EngineConfig, planned: PlannedModel, target: Target) -> Bluep
 
 def check_weights(blueprint: Blueprint) -> None:
     """Raise ConfigError for weights that the engine would refuse before it reads them, with what it would say."""
-    weights, shape = blueprint.weights, blueprint.shape
-    leaves = leaves_on(blueprint.mesh, shape)
+    weights = blueprint.weights
+    if not isinstance(weights, StoredWeights | ConvertedCheckpoint):
+        return
+    shape, leaves = blueprint.shape, leaves_on(blueprint.mesh, blueprint.shape)
     try:
         if isinstance(weights, StoredWeights):
             check_tensors(weights, blueprint.model, shape, leaves)
-        elif isinstance(weights, ConvertedCheckpoint):
+        else:
             restore._check(weights, shape, restore._wanted(shape, leaves))
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
