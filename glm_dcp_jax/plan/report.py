@@ -151,8 +151,8 @@ def _why_not(found: Capacity, counted: Parameters) -> str:
         )
     tokens = found.context or 1 + found.blueprint.drafts_each
     return (
-        f"the cache holds {found.usable_tokens:,} tokens in {found.pages - 1:,} pages, and a decode step of "
-        f"{found.requests} x {tokens:,} tokens takes {found.step_pages:,}; {needed}"
+        f"a decode step of {found.requests} x {tokens:,} tokens takes {found.step_pages:,} pages of "
+        f"{found.blueprint.layout.virtual_block}, and the cache has {found.pages - 1:,}; {needed}"
     )
 
 

@@ -166,15 +166,19 @@ def test_a_cache_that_is_too_small_is_made_larger(plan):
 
 
 STEPS_THAT_DO_NOT_FIT = {
-    "a longer context": (("--context", "1000000"), "1 x 1,000,000 tokens takes 15,625", "--context 433088"),
+    "a longer context": (
+        ("--context", "1000000"),
+        "1 x 1,000,000 tokens takes 15,625 pages of 64, and the cache has 6,767",
+        "--context 433088",
+    ),
     "more requests": (
         ("--context", "131072", "--concurrency", "16"),
-        "16 x 131,072 tokens takes 32,768",
+        "16 x 131,072 tokens takes 32,768 pages",
         "--concurrency 3",
     ),
     "more drafts": (
         ("--context", "131072", "--concurrency", "4", *MTP3),
-        "4 x 131,072 tokens takes 8,192",
+        "4 x 131,072 tokens takes 8,192 pages",
         "-dcp 8",
     ),
 }
@@ -306,8 +310,13 @@ def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_computed
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(report, "answer", lambda options: pytest.fail("it was computed"))
     (tmp_path / "taken.png").mkdir()
-    assert main(["--no-compile", *FP8_ON_8_H200, "--png", str(tmp_path / "taken.png")]) == 2
-    assert f"--png {tmp_path / 'taken.png'} cannot be written" in capsys.readouterr().err
+    for name, why in (
+        ("taken.png", "Is a directory"),
+        (f"{'a' * 300}.png", "File name too long"),
+        ("a\0.png", "embedded null byte"),
+    ):
+        assert main(["--no-compile", *FP8_ON_8_H200, "--png", str(tmp_path / name)]) == 2
+        assert f"cannot be written: {why}; name another file" in capsys.readouterr().err
 
 
 def test_nothing_is_left_of_a_picture_that_was_not_drawn(capsys, tmp_path):
