@@ -27,8 +27,21 @@ _FIELDS = {
     "memory_bandwidth": (10**9, 10**16),
     "shared_memory_per_block_optin": (2**14, 2**30),
     "core_count": (1, 100_000),
+    "fpus_per_core": (1, 2**16),
+    "threads_per_warp": (1, 2**10),
+    "threads_per_block_limit": (1, 2**16),
+    "threads_per_core_limit": (1, 2**16),
+    "shared_memory_per_block": (2**10, 2**30),
+    "shared_memory_per_core": (2**10, 2**30),
+    "l2_cache_size": (2**10, 2**40),
+    "clock_rate_ghz": (0.01, 100.0),
+    "block_dim_limit_x": (1, 2**31),
+    "block_dim_limit_y": (1, 2**31),
+    "block_dim_limit_z": (1, 2**31),
+    "registers_per_core_limit": (1, 2**30),
+    "registers_per_block_limit": (1, 2**30),
 }
-"""What a description must say, each once: the least and the most that a GPU can have."""
+"""What a description must say, each once: the least and the most that a GPU can have. XLA divides by most of it."""
 _CAPABILITY = {"major": (5, 99), "minor": (0, 9)}
 _STRING_OR_COMMENT = re.compile(r'("(?:[^"\\\n]|\\.)*")|#[^\n]*')
 _LONGEST_SHOWN = 40
@@ -123,11 +136,11 @@ def _parse(gpu: str, count: int, text: str, where: str = "") -> Target:
     return Target(
         gpu=gpu,
         count=count,
-        compute_capability=(major, minor),
-        memory_bytes=number["device_memory_size"],
-        memory_bandwidth=number["memory_bandwidth"],
-        shared_memory_per_block=number["shared_memory_per_block_optin"],
-        multiprocessors=number["core_count"],
+        compute_capability=(int(major), int(minor)),
+        memory_bytes=int(number["device_memory_size"]),
+        memory_bandwidth=int(number["memory_bandwidth"]),
+        shared_memory_per_block=int(number["shared_memory_per_block_optin"]),
+        multiprocessors=int(number["core_count"]),
         description=text,
     )
 
@@ -137,16 +150,19 @@ def _values(field: str, text: str) -> list[str]:
     return re.findall(rf"\b{field}\s*:\s*([^\s,;{{}}]*)", text)
 
 
-def _number(where: str, field: str, values: list[str], bounds: tuple[int, int]) -> int:
+def _number(where: str, field: str, values: list[str], bounds: tuple[float, float]) -> float:
     """The one value of a field. Raises ConfigError if there are several, or it is none of those that can be."""
     least, most = bounds
     if len(values) > 1:
         raise _no_description(where, f"{field} is given {len(values)} times; leave one")
     (value,) = values
-    if not re.fullmatch("[0-9]{1,18}", value) or not least <= int(value) <= most:
-        shown = value if len(value) <= _LONGEST_SHOWN else f"{value[:_LONGEST_SHOWN]}..."
-        raise _no_description(where, f"{field} must be an integer from {least} to {most}, but is {shown!r}")
-    return int(value)
+    whole = isinstance(least, int)
+    pattern = "[0-9]{1,18}" if whole else r"[0-9]{1,18}(\.[0-9]{0,18})?"
+    if re.fullmatch(pattern, value) and least <= (number := int(value) if whole else float(value)) <= most:
+        return number
+    shown = value if len(value) <= _LONGEST_SHOWN else f"{value[:_LONGEST_SHOWN]}..."
+    what = "an integer" if whole else "a number"
+    raise _no_description(where, f"{field} must be {what} from {least} to {most}, but is {shown!r}")
 
 
 def _no_description(where: str, why: str) -> ConfigError:
@@ -164,7 +180,7 @@ def devices(where: str | Target) -> tuple[jax.Device, ...]:
     """jax devices of GPUs that are not here: for meshes, shardings and compiling, not for running. Equal at every call.
 
     Starts jax, on the CPU where there is no GPU, if it has not been started. Raises ConfigError for an unknown name,
-    and where no CUDA compiler is installed.
+    for a description that XLA cannot read, and where no CUDA compiler is installed.
     """
     return _devices(target(where) if isinstance(where, str) else where)
 
@@ -179,5 +195,10 @@ def _devices(where: Target) -> tuple[jax.Device, ...]:
     environment.prepare(1)
     jax.devices()  # registers the plugin; the description below is understood only then
     topology = f"1x1x{where.count}"  # slices x hosts x GPUs
-    found = topologies.get_topology_desc(platform="cuda", topology=topology, target_config=where.description)
+    try:
+        found = topologies.get_topology_desc(
+            platform="cuda", topology=topology, target_config=where.description
+        )
+    except RuntimeError as error:
+        raise _no_description(where.gpu, f"XLA cannot read it, as is said above ({error})") from error
     return tuple(found.devices)

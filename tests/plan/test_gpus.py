@@ -115,12 +115,22 @@ CORES, MEMORY, CAPABILITY = (
             "capability's major must be .* from 5 to 99, but is '0'",
         ),
         (CAPABILITY, f"{CAPABILITY}\n{CAPABILITY}", "capability's major is given 2 times"),
+        ("threads_per_warp: 32", "threads_per_warp: 0", "threads_per_warp must be .* but is '0'"),
+        ("fpus_per_core: 128", "", "it lacks fpus_per_core"),
+        ("clock_rate_ghz: 1.98", "clock_rate_ghz: 0", "clock_rate_ghz must be a number from 0.01 to 100.0"),
+        ("clock_rate_ghz: 1.98", "clock_rate_ghz: nan", "clock_rate_ghz must be a number .* but is 'nan'"),
     ],
 )
 def test_what_no_gpu_can_have_is_refused_with_what_one_can(described, line, instead, complaint):
     with pytest.raises(ConfigError, match=complaint) as refused:
         described(line, instead)
     assert len(str(refused.value)) < 400
+
+
+@pytest.mark.usefixtures("cuda_compiler")
+def test_what_xla_does_not_understand_is_told_apart_from_what_lacks(described):
+    with pytest.raises(ConfigError, match="MINE is no description of a GPU: XLA cannot read it"):
+        plan.devices(described("core_count: 132", "  core_count: 132\n  cores_of_another_kind: 1"))
 
 
 def test_a_path_that_cannot_be_is_refused():
