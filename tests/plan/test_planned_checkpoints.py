@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +12,6 @@ import numpy as np
 import pytest
 
 from glm_dcp_jax import LLM
-from glm_dcp_jax.convert.__main__ import main as convert
 from glm_dcp_jax.model.safetensors_reader import CheckpointError
 from glm_dcp_jax.plan.__main__ import main
 from glm_dcp_jax.plan.weights import WEIGHT_PARTS
@@ -124,13 +124,18 @@ def test_weights_that_the_engine_cannot_read_are_not_assumed_away(planned, tmp_p
     assert code == 2 and "holds PyTorch weights (pytorch_model.bin) but no *.safetensors" in error
 
 
+def convert(source: Path, target: Path, *flags: str) -> None:
+    command = [sys.executable, "-m", "glm_dcp_jax.convert", str(source), str(target), *flags]
+    subprocess.run(command, check=True, capture_output=True)
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> tuple[Path, Path]:
     """(a mixed checkpoint with an MTP layer, what it was converted to)."""
     folder = tmp_path_factory.mktemp("planned")
     config, tensors, _ = make_quantised("mixed", mtp=True)
     source = write_checkpoint(folder / "source", config, tensors)
-    assert convert([str(source), str(folder / "converted")]) == 0
+    convert(source, folder / "converted")
     return source, folder / "converted"
 
 
@@ -160,9 +165,8 @@ def test_a_converted_file_that_is_cut_is_named(pair, planned, tmp_path):
     assert code == 2 and f"{file.relative_to(tmp_path / 'copy')} has 10 bytes instead of" in error
 
 
-def test_what_was_converted_cannot_draft_where_the_mtp_layer_was_left_out(pair, planned, tmp_path, capsys):
-    assert convert([str(pair[0]), str(tmp_path / "converted"), "--no-mtp"]) == 0
-    capsys.readouterr()
+def test_what_was_converted_cannot_draft_where_the_mtp_layer_was_left_out(pair, planned, tmp_path):
+    convert(pair[0], tmp_path / "converted", "--no-mtp")
     assert planned(tmp_path / "converted")[0] == 0
     code, _, error = planned(tmp_path / "converted", "--speculative-config", '{"num_speculative_tokens": 2}')
     assert code == 2 and "needs the MTP layer" in error
