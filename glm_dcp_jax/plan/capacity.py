@@ -26,7 +26,8 @@ class Capacity:
     """What an engine on a target has room for. leaves: of all parameters, on one GPU.
 
     workspace: temporaries of the largest step, in bytes, where it was compiled; None: estimated. longest: tokens of a
-    request that steps are made for.
+    request that steps are made for. requests, context: of the decode step that the cache must hold, and tokens of each;
+    None: any.
     """
 
     blueprint: Blueprint
@@ -34,6 +35,8 @@ class Capacity:
     leaves: tuple[Leaf, ...]
     longest: int
     workspace: int | None = None
+    requests: int = 1
+    context: int | None = None
 
     @property
     def model(self) -> ModelConfig:
@@ -122,6 +125,23 @@ class Capacity:
         """Tokens that the cache holds; the null page's are not among them."""
         return capacity_tokens(self.pages, self.blueprint.layout) if self.pages else 0
 
+    @property
+    def step_pages(self) -> int:
+        """Pages that the decode step takes which was asked for."""
+        drafts = self.blueprint.drafts_each
+        return self.requests * self.blueprint.layout.pages_for(self.context or 1 + drafts)
+
+    @property
+    def holds_step(self) -> bool:
+        """Whether the cache has as many."""
+        return self.pages > self.step_pages
+
+    @property
+    def least_cache(self) -> int:
+        """Bytes of the smallest cache that holds a request of the length that was asked for, and the step."""
+        pages = max(self.blueprint.layout.pages_for(self.asked_length), self.step_pages)
+        return (1 + pages) * self.page_bytes
+
     def concurrency(self, context: int) -> float:
         """How many requests of so many tokens the cache holds, as vLLM counts it."""
         return max(self.pages - 1, 0) / self.blueprint.layout.pages_for(context)
@@ -148,11 +168,9 @@ class Capacity:
 
     @property
     def needed_bytes(self) -> int:
-        """What must be there: weights, workspace, and a cache of the size that was asked for, else for one request."""
-        least = (1 + self.blueprint.layout.pages_for(self.asked_length)) * self.page_bytes
-        return (
-            self.weight_bytes + self.needed_workspace + (self.cache_budget if self.cache_is_given else least)
-        )
+        """What must be there: weights, workspace, and a cache of the size that was asked for, else the least."""
+        cache = self.cache_budget if self.cache_is_given else self.least_cache
+        return self.weight_bytes + self.needed_workspace + cache
 
     @property
     def limit_bytes(self) -> int:
@@ -167,8 +185,8 @@ class Capacity:
 
     @property
     def fits(self) -> bool:
-        """Whether everything does, and the cache holds a request of the length that was asked for."""
-        enough = self.usable_tokens >= self.asked_length
+        """Whether everything does, and the cache holds a request of the length that was asked for, and the step."""
+        enough = self.usable_tokens >= self.asked_length and self.holds_step
         return enough and self.needed_bytes <= self.limit_bytes
 
     def memory(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from glm_dcp_jax.parallel.link import Link
 from glm_dcp_jax.plan.decode_schedule import MOST_DRAFTS, NOTE, PATHS, DecodeStep, report
 from glm_dcp_jax.plan.gpus import known_gpus, target
 from glm_dcp_jax.plan.link import LINKS, default_link, parse_link
+from glm_dcp_jax.plan.output import put_out
 from glm_dcp_jax.plan.planned_step import LAYERS
 from glm_dcp_jax.plan.shortened import said
 
@@ -43,7 +44,7 @@ class Command:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the JSON. Returns the exit code: 0, or 2 for flags that cannot be, which stderr explains."""
+    """Print the JSON. Returns the exit code: 2 for flags that cannot be, which stderr explains, else put_out's."""
     environment.prepare(1)
     try:
         command = parse(sys.argv[1:] if argv is None else argv)
@@ -51,8 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {in_flags(str(error), _SPELLED)}", file=sys.stderr)
         return 2
-    print(json.dumps(printed, indent=1, allow_nan=False))
-    return 0
+    return put_out(json.dumps(printed, indent=1, allow_nan=False))
 
 
 def parse(argv: Sequence[str]) -> Command:

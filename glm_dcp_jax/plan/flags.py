@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"as 8xH200, of {', '.join(known_gpus())}; or a description's file, as 8xmy_gpu.txtpb (docs/planner.md)",
     )
     add("--concurrency", type=int, default=1, help="requests of a decode step (default: 1)")
-    add("--context", type=int, help=f"tokens of each request (default: {CONTEXT}, or what fits)")
+    add("--context", type=int, help=f"tokens of each request (default: {CONTEXT}, or less if less fits)")
     add("--no-compile", action="store_true", help="answer by arithmetic alone, in seconds")
     add("--layers", choices=LAYERS, default="short", help="layers that are compiled (default: short)")
     add(

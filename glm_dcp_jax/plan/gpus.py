@@ -22,7 +22,29 @@ MAX_COUNT = 8
 
 _PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 _SUFFIX = ".txtpb"
-_FIELDS = ("device_memory_size", "memory_bandwidth", "shared_memory_per_block_optin", "core_count")
+_FIELDS = {
+    "device_memory_size": (2**30, 2**50),
+    "memory_bandwidth": (10**9, 10**16),
+    "shared_memory_per_block_optin": (2**14, 2**30),
+    "core_count": (1, 100_000),
+    "fpus_per_core": (1, 2**16),
+    "threads_per_warp": (1, 2**10),
+    "threads_per_block_limit": (1, 2**16),
+    "threads_per_core_limit": (1, 2**16),
+    "shared_memory_per_block": (2**10, 2**30),
+    "shared_memory_per_core": (2**10, 2**30),
+    "l2_cache_size": (2**10, 2**40),
+    "clock_rate_ghz": (0.01, 100.0),
+    "block_dim_limit_x": (1, 2**31),
+    "block_dim_limit_y": (1, 2**31),
+    "block_dim_limit_z": (1, 2**31),
+    "registers_per_core_limit": (1, 2**30),
+    "registers_per_block_limit": (1, 2**30),
+}
+"""What a description must say, each once: the least and the most that a GPU can have. XLA divides by most of it."""
+_CAPABILITY = {"major": (5, 99), "minor": (0, 9)}
+_STRING_OR_COMMENT = re.compile(r'("(?:[^"\\\n]|\\.)*")|#[^\n]*')
+_LONGEST_SHOWN = 40
 _TEXTS = resources.files(__package__) / "targets"
 
 
@@ -68,7 +90,7 @@ def target(name: str, count: int = 0) -> Target:
     )
     if name.strip().endswith(_SUFFIX):
         return _from_file(name.strip(), count, allowed)
-    found = re.fullmatch(r"(\d+)\s*x\s*(\w.*)", name.strip(), re.IGNORECASE)
+    found = re.fullmatch(r"([0-9]{1,9})\s*x\s*(\w.*)", name.strip(), re.IGNORECASE)
     if not found:
         raise ConfigError(f"{name!r} does not name GPUs; {allowed}")
     count, gpu = int(found[1]), re.sub(r"[\s_-]+", "-", found[2]).upper()
@@ -81,7 +103,7 @@ def target(name: str, count: int = 0) -> Target:
 
 def _from_file(name: str, count: int, allowed: str) -> Target:
     path = Path(name)
-    if found := re.fullmatch(r"(\d+)\s*x\s*(.+)", name):
+    if found := re.fullmatch(r"([0-9]{1,9})\s*x\s*(.+)", name):
         count, path = int(found[1]), Path(found[2])
     if not 1 <= count <= MAX_COUNT:
         raise ConfigError(
@@ -89,30 +111,63 @@ def _from_file(name: str, count: int, allowed: str) -> Target:
         )
     try:
         text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the GPU's description {path} cannot be read ({error}); {allowed}") from error
+    except (OSError, ValueError) as error:  # not UTF-8, or a path with a NUL
+        raise ConfigError(
+            f"the GPU's description {str(path)!r} cannot be read ({error}); {allowed}"
+        ) from error
     return _parse(path.stem.upper().replace("_", "-"), count, text, str(path))
 
 
 def _parse(gpu: str, count: int, text: str, where: str = "") -> Target:
-    number = {key: int(value) for key, value in re.findall(r"(\w+): (\d+)$", text, re.MULTILINE)}
-    capability = re.search(r"cuda_compute_capability \{ major: (\d+)(?: minor: (\d+))? \}", text)
-    lacks = [field for field in _FIELDS if field not in number]
-    lacks += [] if capability else ["cuda_compute_capability { major: ... }"]
-    if lacks or not capability:
-        raise ConfigError(
-            f"{where or gpu} is no description of a GPU: it lacks {', '.join(lacks)}; copy one of "
-            "glm_dcp_jax/plan/targets and change its figures"
-        )
+    """where: the file, if it is one's own. Strings and comments hold no fields."""
+    where = where or gpu
+    plain = _STRING_OR_COMMENT.sub(lambda found: '""' if found[1] else "", text)
+    capability = " ".join(re.findall(r"\bcuda_compute_capability\s*:?\s*\{([^{}]*)", plain))
+    given = {field: _values(field, plain) for field in _FIELDS}
+    given["cuda_compute_capability { major: ... }"] = _values("major", capability)
+    lacks = [field for field, values in given.items() if not values]
+    if lacks:
+        raise _no_description(where, f"it lacks {', '.join(lacks)}")
+    number = {field: _number(where, field, given[field], bounds) for field, bounds in _FIELDS.items()}
+    major, minor = (
+        _number(where, f"cuda_compute_capability's {field}", _values(field, capability) or ["0"], bounds)
+        for field, bounds in _CAPABILITY.items()
+    )
     return Target(
         gpu=gpu,
         count=count,
-        compute_capability=(int(capability[1]), int(capability[2] or 0)),
-        memory_bytes=number["device_memory_size"],
-        memory_bandwidth=number["memory_bandwidth"],
-        shared_memory_per_block=number["shared_memory_per_block_optin"],
-        multiprocessors=number["core_count"],
+        compute_capability=(int(major), int(minor)),
+        memory_bytes=int(number["device_memory_size"]),
+        memory_bandwidth=int(number["memory_bandwidth"]),
+        shared_memory_per_block=int(number["shared_memory_per_block_optin"]),
+        multiprocessors=int(number["core_count"]),
         description=text,
+    )
+
+
+def _values(field: str, text: str) -> list[str]:
+    """All that are given to a field."""
+    return re.findall(rf"\b{field}\s*:\s*([^\s,;{{}}]*)", text)
+
+
+def _number(where: str, field: str, values: list[str], bounds: tuple[float, float]) -> float:
+    """The one value of a field. Raises ConfigError if there are several, or it is none of those that can be."""
+    least, most = bounds
+    if len(values) > 1:
+        raise _no_description(where, f"{field} is given {len(values)} times; leave one")
+    (value,) = values
+    whole = isinstance(least, int)
+    pattern = "[0-9]{1,18}" if whole else r"[0-9]{1,18}(\.[0-9]{0,18})?"
+    if re.fullmatch(pattern, value) and least <= (number := int(value) if whole else float(value)) <= most:
+        return number
+    shown = value if len(value) <= _LONGEST_SHOWN else f"{value[:_LONGEST_SHOWN]}..."
+    what = "an integer" if whole else "a number"
+    raise _no_description(where, f"{field} must be {what} from {least} to {most}, but is {shown!r}")
+
+
+def _no_description(where: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"{where} is no description of a GPU: {why}; copy one of glm_dcp_jax/plan/targets and change its figures"
     )
 
 
@@ -125,7 +180,7 @@ def devices(where: str | Target) -> tuple[jax.Device, ...]:
     """jax devices of GPUs that are not here: for meshes, shardings and compiling, not for running. Equal at every call.
 
     Starts jax, on the CPU where there is no GPU, if it has not been started. Raises ConfigError for an unknown name,
-    and where no CUDA compiler is installed.
+    for a description that XLA cannot read, and where no CUDA compiler is installed.
     """
     return _devices(target(where) if isinstance(where, str) else where)
 
@@ -140,5 +195,10 @@ def _devices(where: Target) -> tuple[jax.Device, ...]:
     environment.prepare(1)
     jax.devices()  # registers the plugin; the description below is understood only then
     topology = f"1x1x{where.count}"  # slices x hosts x GPUs
-    found = topologies.get_topology_desc(platform="cuda", topology=topology, target_config=where.description)
+    try:
+        found = topologies.get_topology_desc(
+            platform="cuda", topology=topology, target_config=where.description
+        )
+    except RuntimeError as error:
+        raise _no_description(where.gpu, f"XLA cannot read it, as is said above ({error})") from error
     return tuple(found.devices)

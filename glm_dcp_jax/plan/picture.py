@@ -1,5 +1,6 @@
 """The memory of one GPU as a picture: a bar of parts, and the lines that it must not cross."""
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,18 @@ def check(file: Path) -> None:
         )
     if file.suffix.lower() != ".png":
         raise ConfigError(f"--png {file} does not end in .png; name a file that does")
-    if not file.absolute().parent.is_dir():
+    if not os.path.isdir(file.absolute().parent):  # which, unlike pathlib's, never raises
         raise ConfigError(f"--png {file}: there is no directory {file.absolute().parent}; make it first")
+    was_there = os.path.exists(file)
+    try:
+        with file.open("ab"):  # on some systems nothing else tells whether this may be written
+            pass
+        if not was_there:
+            file.unlink()
+    except OSError as error:
+        raise ConfigError(f"--png {file} cannot be written: {error.strerror}; name another file") from error
+    except ValueError as error:  # such as a NUL
+        raise ConfigError(f"--png {str(file)!r} cannot be written: {error}; name another file") from error
 
 
 def draw(found: dict[str, Any], file: Path) -> None:

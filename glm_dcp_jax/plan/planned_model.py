@@ -1,16 +1,20 @@
 """The model that a plan is made for: built in, or a checkpoint's directory, of which only descriptions are read."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from glm_dcp_jax.config import ConfigError, EngineConfig, ModelConfig
-from glm_dcp_jax.config.quantisation import FP8_BLOCK, Quantisation
+from glm_dcp_jax.config.quantisation import Quantisation
+from glm_dcp_jax.engine.runner import stored_weights
+from glm_dcp_jax.model.converted import MANIFEST, ConvertedCheckpoint, open_checkpoint
 from glm_dcp_jax.model.locate import ModelNotFound, locate_model
-from glm_dcp_jax.model.safetensors_reader import Checkpoint, CheckpointError
-from glm_dcp_jax.model.stored_weights import ALL_PLAIN, StoredWeights, WeightFormats
-from glm_dcp_jax.plan.presets import PRESETS, fp8_formats, nvfp4_formats, preset
+from glm_dcp_jax.model.safetensors_reader import INDEX_NAME, CheckpointError
+from glm_dcp_jax.model.stored_weights import WeightFormats
+from glm_dcp_jax.plan.assumed import assumed_formats
+from glm_dcp_jax.plan.presets import PRESETS, preset
 
-_NO_FILES = "there are no files of weights beside config.json"
+_WEIGHTS = (MANIFEST, INDEX_NAME, "*.safetensors", "*.bin", "*.pt", "*.pth")
+"""With any of these in it, a directory is opened as the engine does, which says what is wrong with it."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +43,7 @@ def planned_model(config: EngineConfig) -> PlannedModel:
         directory = locate_model(config.model)
         overrides = dict(config.hf_overrides)
         model = ModelConfig.load(directory, overrides, config.latent_norm_eps)
-        Quantisation.check(config.quantization, model.quantisation)
-        return _stored(config.model, model, directory)
+        return _stored(config, model, directory)
     except ModelNotFound as error:
         raise ConfigError(f"{error}; built in are {', '.join(PRESETS)}") from error
     except (CheckpointError, OSError) as error:
@@ -58,28 +61,18 @@ def _built_in(config: EngineConfig) -> PlannedModel:
     return PlannedModel(found.name, found.model, found.weights, f"built in: {stored}", found.name)
 
 
-def _stored(name: str, model: ModelConfig, directory: Path) -> PlannedModel:
+def _stored(config: EngineConfig, model: ModelConfig, directory: Path) -> PlannedModel:
     has_mtp = model.num_nextn_predict_layers == 1 and any(model.sparse)
-    if not any(directory.glob("*.safetensors*")):
-        weights, how = _assumed(model, directory)
-        return PlannedModel(name, model, weights, f"{_NO_FILES}: assumed {how}", has_mtp=has_mtp)
-    block = FP8_BLOCK if model.quantisation is None else model.quantisation.block
-    stored = StoredWeights(Checkpoint.open(directory), block)
+    if not any(any(directory.glob(pattern)) for pattern in _WEIGHTS):
+        Quantisation.check(config.quantization, model.quantisation)
+        weights, how = assumed_formats(model, directory, dict(config.hf_overrides))
+        note = f"there are no files of weights beside config.json: assumed {how}"
+        return PlannedModel(config.model, model, weights, note, has_mtp=has_mtp)
+    # As the engine takes them, but for sums, for which all weights would be read.
+    stored = stored_weights(open_checkpoint(directory), model, replace(config, verify_checksums=False))
+    if isinstance(stored, ConvertedCheckpoint):
+        has_mtp = has_mtp and stored.manifest.mtp_layer == model.num_hidden_layers
+        return PlannedModel(config.model, model, stored, f"as its {MANIFEST} says", has_mtp=has_mtp)
     prefix = f"model.layers.{model.num_hidden_layers}."
     has_mtp = has_mtp and any(tensor.startswith(prefix) for tensor in stored.names())
-    return PlannedModel(name, model, stored, "as the headers of its files say", has_mtp=has_mtp)
-
-
-def _assumed(model: ModelConfig, directory: Path) -> tuple[WeightFormats, str]:
-    """By config.json's quantisation alone, which does not say which weights it means."""
-    found = model.quantisation
-    if found is None:
-        return ALL_PLAIN, f"{model.dtype}, as config.json has no quantisation"
-    if found.method == "fp8":
-        return fp8_formats(model, found.block), "quantised as GLM-5.2's FP8 form, by its quant_method fp8"
-    if found.method == "modelopt":
-        return nvfp4_formats(model), "experts in NVFP4, by its quant_method modelopt"
-    raise ConfigError(
-        f"{_NO_FILES} in {directory}, and quant_method {found.method} does not say what they would be stored as; add "
-        "the files, or plan with --model glm-5.2-fp8 or glm-5.2-nvfp4"
-    )
+    return PlannedModel(config.model, model, stored, "as the headers of its files say", has_mtp=has_mtp)

@@ -14,6 +14,8 @@ from glm_dcp_jax.config.quantisation import FP8_BLOCK
 from glm_dcp_jax.model.stored_weights import ALL_PLAIN, NVFP4, PLAIN, StoredFormat, WeightFormats
 from glm_dcp_jax.plan import glm52
 
+ONE_SCALE = (1 << 30, 1 << 30)
+"""A block that holds any weight whole."""
 _LAYER = "model.layers."
 _EXPERTS = r"mlp\.(?:experts\.\d+|shared_experts)\.(?:gate|up|down)_proj"
 _ROUTED = r"mlp\.experts\.\d+\.(?:gate|up|down)_proj"

@@ -21,11 +21,13 @@ _SMALLER_RECORDS = ("fp8_ds_mla", "nvfp4_ds_mla")
 
 @dataclass(frozen=True)
 class Case:
-    """A plan's question: which model, on what, with which flags."""
+    """A plan's question: which model, on what, with which flags. requests, context: of a decode step; see Capacity."""
 
     config: EngineConfig
     planned: PlannedModel
     target: Target
+    requests: int = 1
+    context: int | None = None
 
     def capacity(self, workspace: int | None = None) -> Capacity:
         """The answer by arithmetic. workspace: of the largest step, where it was compiled."""
@@ -33,7 +35,9 @@ class Case:
         leaves = all_leaves(blueprint, self.planned.has_mtp)
         longest = self.config.scheduler.max_model_len
         most = self.planned.config.max_position_embeddings
-        found = Capacity(blueprint, self.target, leaves, longest or most, workspace)
+        found = Capacity(
+            blueprint, self.target, leaves, longest or most, workspace, self.requests, self.context
+        )
         if longest is None and found.usable_tokens:
             return replace(found, longest=min(most, found.usable_tokens))
         return found
@@ -68,16 +72,18 @@ def remedies(case: Case, found: Capacity) -> list[dict[str, Any]]:
 
 
 def _of_the_cache(case: Case, found: Capacity) -> Iterator[dict[str, Any]]:
-    """The weights fit, but not the cache that was asked for, or not a request of the length that was."""
+    """The weights fit, but not the cache that was asked for, or not a request of the length that was, or the step."""
     config, cache, parallel = case.config, case.config.cache, case.config.parallel
     free = found.limit_bytes - found.weight_bytes - found.needed_workspace
-    least = (1 + found.blueprint.layout.pages_for(found.asked_length)) * found.page_bytes
+    least = found.least_cache
     if found.cache_is_given and found.needed_bytes > found.limit_bytes:
         yield _change(f"{_cache_flag(found, free)}, or less", found.weight_bytes, _tokens(found, free))
     elif found.cache_is_given and least <= free:
         yield _change(f"{_cache_flag(found, least)}, or more", found.weight_bytes, _tokens(found, least))
     if 1 < found.usable_tokens < found.asked_length:
         yield _change(f"--max-model-len {found.usable_tokens}", found.weight_bytes, found.usable_tokens)
+    elif found.pages and not found.holds_step:
+        yield from _smaller_steps(found)
     if parallel.decode_context_parallel_size < (tp := parallel.tensor_parallel_size):
         yield from _if_it_fits(f"-dcp {tp}", lambda: case.on(replace(case.target, count=tp), dcp=tp))
     for name in _SMALLER_RECORDS:
@@ -87,6 +93,19 @@ def _of_the_cache(case: Case, found: Capacity) -> Iterator[dict[str, Any]]:
             yield _change(f"--kv-cache-dtype {name}", answer.weight_bytes, answer.usable_tokens)
     if not found.cache_is_given:
         yield from _more_gpus(case, found, "")
+
+
+def _smaller_steps(found: Capacity) -> Iterator[dict[str, Any]]:
+    """The longest context of as many requests, and the most requests of the context."""
+    layout, least, held = found.blueprint.layout, 1 + found.blueprint.drafts_each, found.pages - 1
+    context, requests = (
+        held // found.requests * layout.virtual_block,
+        held // layout.pages_for(found.context or least),
+    )
+    if found.context is not None and context >= least:
+        yield _change(f"--context {context}", found.weight_bytes, found.usable_tokens)
+    if requests:
+        yield _change(f"--concurrency {requests}", found.weight_bytes, found.usable_tokens)
 
 
 def _cache_flag(found: Capacity, nbytes: int) -> str:
@@ -170,7 +189,7 @@ def _fewer_experts(case: Case, found: Capacity) -> Iterator[dict[str, Any]]:
     if not routed:
         return
     asked = max(found.asked_length, min(_CACHE_TOKENS, model.max_position_embeddings))
-    least = (1 + found.blueprint.layout.pages_for(asked)) * found.page_bytes
+    least = max((1 + found.blueprint.layout.pages_for(asked)) * found.page_bytes, found.least_cache)
     room = found.limit_bytes - (found.weight_bytes - routed) - found.needed_workspace - least
     step = max(_EXPERTS_STEP, parallel.tensor_parallel_size if parallel.enable_expert_parallel else 1)
     most = room * model.n_routed_experts // routed // step * step

@@ -10,6 +10,7 @@ from glm_dcp_jax.plan.decode_report import Load, by_arithmetic, compiled, paths_
 from glm_dcp_jax.plan.flags import CONTEXT, Options
 from glm_dcp_jax.plan.planned_model import planned_model
 from glm_dcp_jax.plan.remedies import Case, remedies
+from glm_dcp_jax.plan.sketch import check_weights, sketch
 from glm_dcp_jax.plan.weights import Parameters, parameters
 
 NOTE = (
@@ -17,16 +18,28 @@ NOTE = (
     "declared costs, and the stated link. Memory is XLA's plan of the compiled programs, or arithmetic."
 )
 
+_TIMES = (
+    "modelled_step_ms",
+    "modelled_draft_ms",
+    "modelled_tokens_per_s",
+    "ms_by_part",
+    "floor_ms_by_part",
+)
+
 
 def answer(options: Options) -> dict[str, Any]:
     """Plan what the command line asks for. Raises ConfigError for flags that do not fit the model."""
-    case = Case(options.config, planned_model(options.config), options.target)
+    planned = planned_model(options.config)
+    case = Case(options.config, planned, options.target, options.requests, options.context)
     _check(case, options)
+    check_weights(sketch(case.config, case.planned, case.target))
     found = case.capacity()
     load = Load(
         options.requests, _context(options, found), options.link, options.kernel_seconds, options.layers
     )
     decode, found = _decode(case, found, load, options.compile)
+    if not found.holds_step and (found.pages or found.weights_fit):
+        decode = {path: _without_times(figures) for path, figures in decode.items()}
     layers = options.layers if found.workspace is not None else None
     model = case.planned
     itemsize = 4 if model.config.dtype == "float32" else 2
@@ -62,9 +75,11 @@ def answer(options: Options) -> dict[str, Any]:
 def _decode(case: Case, found: Capacity, load: Load, compile_steps: bool) -> tuple[dict[str, Any], Capacity]:
     """Figures by path, and the capacity with what was learnt of temporaries."""
     paths = paths_of(case)
-    if compile_steps and not found.weights_fit:
-        _say("the weights do not fit, so nothing is compiled: what follows is arithmetic")
-    if not compile_steps or not found.weights_fit:
+    lacking = "" if found.weights_fit and found.holds_step else "cache" if found.weights_fit else "weights"
+    if compile_steps and lacking:
+        what = "the weights do not fit" if lacking == "weights" else "the cache does not hold the step"
+        _say(f"{what}, so nothing is compiled: what follows is arithmetic")
+    if not compile_steps or lacking:
         return {path: by_arithmetic(found, path, load) for path in paths}, found
     decode = {}
     for path in paths:
@@ -89,14 +104,27 @@ def _check(case: Case, options: Options) -> None:
             raise ConfigError(
                 f"{name} {tokens} exceeds the model's max_position_embeddings {model.max_position_embeddings}"
             )
+    if length is not None and options.context is not None and options.context > length:
+        raise ConfigError(
+            f"--context {options.context} exceeds max_model_len {length}; lower it, or raise that"
+        )
 
 
 def _context(options: Options, found: Capacity) -> int:
-    """As asked for; else what plans are compared by, or as much as a request can have."""
+    """As asked for; else what plans are compared by, or as much as a request can have, or of that a half, a quarter...,
+    whichever the cache holds if it holds any."""
     if options.context is not None:
         return options.context
-    longest = options.config.scheduler.max_model_len or found.model.max_position_embeddings
-    return min(CONTEXT, longest)
+    context = min(CONTEXT, options.config.scheduler.max_model_len or found.model.max_position_embeddings)
+    held = max(found.pages - 1, 0) // options.requests * found.blueprint.layout.virtual_block
+    while held and context > held:
+        context //= 2
+    return max(context, 1 + found.blueprint.drafts_each)
+
+
+def _without_times(figures: dict[str, Any]) -> dict[str, Any]:
+    """Of a step that cannot be run: what it would exchange and read, and null for how long that would take."""
+    return {name: None if name in _TIMES else figure for name, figure in figures.items()}
 
 
 def _why_not(found: Capacity, counted: Parameters) -> str:
@@ -116,9 +144,15 @@ def _why_not(found: Capacity, counted: Parameters) -> str:
         return f"the cache would take {cache / 1e9:.1f} GB; {needed}, and {allowed}"
     if not found.pages:
         return f"the cache gets {found.cache_budget:,} bytes, fewer than two pages of {found.page_bytes:,}"
+    if found.usable_tokens < found.asked_length:
+        return (
+            f"the cache holds {found.usable_tokens:,} tokens, fewer than one request of max_model_len "
+            f"{found.asked_length:,} has; {needed}"
+        )
+    tokens = found.context or 1 + found.blueprint.drafts_each
     return (
-        f"the cache holds {found.usable_tokens:,} tokens, fewer than one request of max_model_len "
-        f"{found.asked_length:,} has; {needed}"
+        f"a decode step of {found.requests} x {tokens:,} tokens takes {found.step_pages:,} pages of "
+        f"{found.blueprint.layout.virtual_block}, and the cache has {found.pages - 1:,}; {needed}"
     )
 
 

@@ -7,12 +7,18 @@ from typing import Any, cast
 import numpy as np
 from jax.sharding import Mesh
 
-from glm_dcp_jax.config import EngineConfig, SpeculativeConfig
+from glm_dcp_jax.config import ConfigError, EngineConfig, SpeculativeConfig
 from glm_dcp_jax.engine.blueprint import Blueprint
+from glm_dcp_jax.model import restore
+from glm_dcp_jax.model.converted import ConvertedCheckpoint
+from glm_dcp_jax.model.load import check_tensors, leaves_on
+from glm_dcp_jax.model.safetensors_reader import CheckpointError
+from glm_dcp_jax.model.stored_weights import StoredWeights
 from glm_dcp_jax.parallel.mesh import TENSOR_AXES
 from glm_dcp_jax.plan.gpus import Target
 from glm_dcp_jax.plan.planned_model import PlannedModel
-from glm_dcp_jax.plan.weights import Leaf, leaves
+from glm_dcp_jax.plan.weights import Leaf
+from glm_dcp_jax.plan.weights import leaves as shares
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,21 @@ def sketch(config: EngineConfig, planned: PlannedModel, target: Target) -> Bluep
     return Blueprint(config, planned.config, mesh, weights=planned.weights)
 
 
+def check_weights(blueprint: Blueprint) -> None:
+    """Raise ConfigError for weights that the engine would refuse before it reads them, with what it would say."""
+    weights = blueprint.weights
+    if not isinstance(weights, StoredWeights | ConvertedCheckpoint):
+        return
+    shape, leaves = blueprint.shape, leaves_on(blueprint.mesh, blueprint.shape)
+    try:
+        if isinstance(weights, StoredWeights):
+            check_tensors(weights, blueprint.model, shape, leaves)
+        else:
+            restore._check(weights, shape, restore._wanted(shape, leaves))
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+
+
 def all_leaves(blueprint: Blueprint, has_mtp: bool) -> tuple[Leaf, ...]:
     """The parameters' arrays on one GPU, the MTP layer's among them where there are any, whether or not it drafts."""
     config = blueprint.config
@@ -44,4 +65,4 @@ def all_leaves(blueprint: Blueprint, has_mtp: bool) -> tuple[Leaf, ...]:
         config = replace(config, speculative=SpeculativeConfig(1))
     whole = replace(blueprint, config=config)
     sizes = dict(zip(TENSOR_AXES, blueprint.mesh.devices.shape, strict=True))
-    return leaves(whole.shape, sizes)
+    return shares(whole.shape, sizes)

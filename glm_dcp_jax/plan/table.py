@@ -21,7 +21,7 @@ def as_text(found: dict[str, Any], floor: bool) -> str:
     """Tables. floor: also how far each part of a step is from the least that it could take."""
     sections = [_heading(found), _memory(found), _cache(found), _decode(found)]
     if floor:
-        compiled = {path: each for path, each in found["decode"].items() if "ms_by_part" in each}
+        compiled = {path: each for path, each in found["decode"].items() if each.get("ms_by_part")}
         sections += [_floor(path, figures) for path, figures in compiled.items()]
     return "\n\n".join([*sections, _wrapped(found["note"])])
 
@@ -102,8 +102,12 @@ def _decode(found: dict[str, Any]) -> str:
             f"  {path:<9}{each['blocking_collectives']:>9}{each['hidden_collectives']:>8}"
             f"{each['bytes_received_per_gpu'] / 1e6:>9.1f} MB"
             + (f"{'':>10}" if read is None else f"{read:>7.2f} GB")
-            + f"{each['modelled_step_ms']:>7.2f} ms"
-            + f"{speed['no_draft_accepted']:>12,.0f}{speed['all_drafts_accepted']:>10,.0f}"
+            + (
+                f"{each['modelled_step_ms']:>7.2f} ms"
+                f"{speed['no_draft_accepted']:>12,.0f}{speed['all_drafts_accepted']:>10,.0f}"
+                if speed
+                else f"{'-':>10}  the cache does not hold it"
+            )
         )
     return "\n".join(lines)
 

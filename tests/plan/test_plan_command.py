@@ -4,11 +4,10 @@ import json
 import resource
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from glm_dcp_jax.plan import picture
+from glm_dcp_jax.plan import picture, report
 from glm_dcp_jax.plan.__main__ import main
 from glm_dcp_jax.plan.gpus import _TEXTS
 from glm_dcp_jax.plan.table import WIDTH
@@ -166,6 +165,61 @@ def test_a_cache_that_is_too_small_is_made_larger(plan):
     assert blocks == f"--num-gpu-blocks-override {-(-100_000 // 512)}, or more"
 
 
+STEPS_THAT_DO_NOT_FIT = {
+    "a longer context": (
+        ("--context", "1000000"),
+        "1 x 1,000,000 tokens takes 15,625 pages of 64, and the cache has 6,767",
+        "--context 433088",
+    ),
+    "more requests": (
+        ("--context", "131072", "--concurrency", "16"),
+        "16 x 131,072 tokens takes 32,768 pages",
+        "--concurrency 3",
+    ),
+    "more drafts": (
+        ("--context", "131072", "--concurrency", "4", *MTP3),
+        "4 x 131,072 tokens takes 8,192 pages",
+        "-dcp 8",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STEPS_THAT_DO_NOT_FIT)
+def test_a_step_that_the_cache_does_not_hold_has_no_times(plan, case):
+    asked, said, change = STEPS_THAT_DO_NOT_FIT[case]
+    flags = (*FP8_ON_8_H200[:-2], "--kv-cache-dtype", "bfloat16")
+    found = plan(*flags, *asked)
+    assert found["fits"] is False and said in found["why_not"]
+    for figures in found["decode"].values():
+        assert figures["modelled_step_ms"] is None and figures["modelled_tokens_per_s"] is None
+        assert figures["bytes_received_per_gpu"] > 0
+    assert change in [each["change"] for each in found["what_would_fit"]]
+    assert plan(*flags, *asked, *change.split())["fits"]
+
+
+def test_the_table_says_so(run):
+    assert "-  the cache does not hold it" in run(
+        *FP8_ON_8_H200, "--concurrency", "60", "--context", "1000000"
+    )
+
+
+def test_nothing_is_compiled_where_the_cache_does_not_hold_the_step(capsys):
+    flags = (*FP8_ON_8_H200, "--kv-cache-memory-bytes", "1G", "--context", "1000000", "--json")
+    assert main(flags) == 0
+    printed = capsys.readouterr()
+    assert "the cache does not hold the step, so nothing is compiled" in printed.err
+    assert json.loads(printed.out)["decode"]["bulk"]["modelled_step_ms"] is None
+
+
+@pytest.mark.parametrize(("requests", "context"), [(1, 131_072), (4, 65_536), (16, 16_384), (100, 4_096)])
+def test_the_context_that_plans_are_made_for_is_halved_until_it_fits(plan, requests, context):
+    flags = (*FP8_ON_8_H200[:-2], "--kv-cache-dtype", "bfloat16", "--concurrency", str(requests))
+    found = plan(*flags)
+    assert found["kv_cache"]["usable_tokens"] // requests >= context
+    assert (found["decode_step"]["context"], found["fits"]) == (context, True)
+    assert found["decode"]["queries"]["modelled_step_ms"] > 0
+
+
 def test_expert_parallel_gives_whole_experts_to_each_gpu(plan):
     split, whole = (plan(*FP8_ON_8_H200, *more)["memory_per_gpu"] for more in ((), ("-ep",)))
     assert whole["routed_experts"] <= split["routed_experts"]
@@ -198,7 +252,7 @@ def test_a_gpu_of_ones_own_is_described_by_a_file(plan, tmp_path):
     ("flags", "message"),
     [
         ("--model glm-5.2 --gpus 8xH300", "no GPU 'H300' is known; use COUNTxGPU"),
-        ("--model glm-5.2 --gpus 8xnone.txtpb", "the GPU's description none.txtpb cannot be read"),
+        ("--model glm-5.2 --gpus 8xnone.txtpb", "the GPU's description 'none.txtpb' cannot be read"),
         ("--model glm-5.2", "the following arguments are required: --gpus"),
         ("--model nowhere --gpus 8xH200", "built in are glm-5.2, glm-5.2-bf16, glm-5.2-fp8, glm-5.2-nvfp4"),
         ("--model glm-5.2-fp8 -q modelopt --gpus 8xH200", "--quantization modelopt contradicts the model"),
@@ -214,6 +268,10 @@ def test_a_gpu_of_ones_own_is_described_by_a_file(plan, tmp_path):
         (
             "--model glm-5.2 --gpus 8xH200 --max-model-len 2000000",
             "--max-model-len 2000000 exceeds the model's",
+        ),
+        (
+            "--model glm-5.2 --gpus 8xH200 --max-model-len 100 --context 101",
+            "--context 101 exceeds --max-model-len 100; lower it",
         ),
         ("--model glm-5.2 --gpus 8xH200 --concurrency 0", "--concurrency must be an integer of at least 1"),
         ("--model glm-5.2 --gpus 8xH200 --kernel-us -1", "--kernel-us must be from 0 to 1e+06"),
@@ -239,18 +297,35 @@ def test_a_description_that_lacks_something_says_what(tmp_path, capsys):
     assert "it lacks device_memory_size, memory_bandwidth" in capsys.readouterr().err
 
 
-def test_a_tensor_that_the_files_lack_is_named(capsys):
-    directory = Path(__file__).parents[1] / "oracle" / "golden" / "tiny-a"
-    flags = ("--gpus", "2xH200", "--hf-overrides", '{"n_routed_experts": 17}')
-    assert main(["--no-compile", "--model", str(directory), *flags]) == 2
-    assert "has no tensor 'model.layers." in capsys.readouterr().err
-
-
 def test_a_picture_is_drawn(run, tmp_path):
     pytest.importorskip("matplotlib")
     file = tmp_path / "memory.png"
     run(*FP8_ON_8_H200, "--png", str(file))
     assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_computed(
+    monkeypatch, capsys, tmp_path
+):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(report, "answer", lambda options: pytest.fail("it was computed"))
+    (tmp_path / "taken.png").mkdir()
+    for name, why in (
+        ("taken.png", "Is a directory"),
+        (f"{'a' * 300}.png", "File name too long"),
+        ("a\0.png", "embedded null byte"),
+    ):
+        assert main(["--no-compile", *FP8_ON_8_H200, "--png", str(tmp_path / name)]) == 2
+        assert f"cannot be written: {why}; name another file" in capsys.readouterr().err
+
+
+def test_nothing_is_left_of_a_picture_that_was_not_drawn(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "old.png").write_text("old")
+    for name in ("new.png", "old.png"):
+        flags = ("--png", str(tmp_path / name), "--max-model-len", "2000000")
+        assert main(["--no-compile", *FP8_ON_8_H200, *flags]) == 2
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("old.png", "old")]
 
 
 def test_a_picture_without_matplotlib_is_refused_before_anything_is_computed(monkeypatch, capsys, tmp_path):

@@ -6,9 +6,13 @@ from pathlib import Path
 import pytest
 
 from glm_dcp_jax.config import ConfigError, engine_config
+from glm_dcp_jax.plan.glm52 import glm52
 from glm_dcp_jax.plan.planned_model import planned_model
+from glm_dcp_jax.plan.presets import ONE_SCALE, fp8_formats
+from glm_dcp_jax.plan.weights import stored_bytes
 
 TINY = Path(__file__).parents[1] / "oracle" / "golden" / "tiny-a"
+MODELOPT = {"quant_method": "modelopt"}
 EXPERT = "model.layers.{}.mlp.experts.0.up_proj.weight"
 
 
@@ -35,7 +39,10 @@ def test_of_a_checkpoint_the_headers_count():
     [
         (None, "plain", "plain", "assumed bfloat16, as config.json has no quantisation"),
         ({"quant_method": "fp8"}, "fp8", "fp8", "assumed quantised as GLM-5.2's FP8 form"),
-        ({"quant_method": "modelopt"}, "nvfp4", "plain", "assumed experts in NVFP4"),
+        ({"quant_method": "fp8", "fmt": "e4m3"}, "fp8", "fp8", "assumed quantised as GLM-5.2's FP8 form"),
+        (MODELOPT | {"quant_algo": "NVFP4", "group_size": 16}, "nvfp4", "plain", "assumed experts in NVFP4"),
+        ({"quant_method": "modelopt_fp4"}, "nvfp4", "plain", "assumed experts in NVFP4"),
+        (MODELOPT | {"quant_algo": "FP8"}, "fp8", "fp8", "with one scale each, by its quant_algo FP8"),
     ],
 )
 def test_without_weights_the_method_decides_and_that_is_said(config_alone, section, kind, of_mtp, said):
@@ -44,6 +51,40 @@ def test_without_weights_the_method_decides_and_that_is_said(config_alone, secti
     assert said in planned.note
     assert planned.weights.of(EXPERT.format(layers - 1)).kind == kind
     assert planned.weights.of(EXPERT.format(layers)).kind == of_mtp
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        (
+            MODELOPT | {"quant_algo": algorithm},
+            f"quant_algo '{algorithm}' is not among .*: NVFP4, FP8; add the",
+        )
+        for algorithm in ("MXFP8", "W4A8_AWQ", "FP8_PB_WO", "INT4_AWQ", "MIXED_PRECISION")
+    ]
+    + [
+        (MODELOPT, "quant_algo is left out, and is not among"),
+        (MODELOPT | {"quant_algo": "NVFP4", "group_size": 32}, "group_size 32 is not among .*: 16; add"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2' is not among .*: e4m3; add"),
+        ({"quant_method": "int4"}, "method 'int4'; weights of fp8, modelopt, compressed-tensors can be"),
+    ],
+)
+def test_without_weights_what_is_not_known_is_not_taken_for_something_else(config_alone, section, said):
+    with pytest.raises(ConfigError, match=said):
+        planned_model(engine_config(config_alone(section)))
+
+
+def test_the_section_of_modelopts_own_file_counts_as_the_engine_counts_it(config_alone, tmp_path):
+    directory = config_alone(None)
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "W4A8_AWQ"}}')
+    with pytest.raises(ConfigError, match="quant_algo 'W4A8_AWQ' is not among"):
+        planned_model(engine_config(directory))
+
+
+def test_one_scale_for_a_weight_is_one_number():
+    weights, shape = fp8_formats(glm52(), ONE_SCALE), (576, 6144)
+    stored = weights.of("model.layers.0.self_attn.kv_a_proj_with_mqa.weight")
+    assert stored_bytes(stored, shape, 2) == (2, 576 * 6144 + 4)
 
 
 def test_a_method_that_does_not_say_how_weights_are_stored_needs_their_files(config_alone):
