@@ -53,5 +53,11 @@ class TestTiling:
         assert tiling(1, 64, 2048, jnp.bfloat16, LARGE_SHARED_MEMORY).head_blocks(64) == 2
         assert not tiling(16, 16, 2048, jnp.bfloat16, LARGE_SHARED_MEMORY).wide
 
+    def test_programs_of_a_shared_list_have_some_tiles_each(self):
+        """Of 8,192 slots 3,584 are likely to be filled: 2 tiles each."""
+        assert tiling(1, 32, 8192, jnp.bfloat16).splits == 128
+        assert tiling(1, 32, 8192, jnp.bfloat16, shared_lists=True).splits == 64
+        assert tiling(8, 32, 8192, jnp.bfloat16, shared_lists=True).splits == 16
+
     def test_a_short_list_is_one_tile(self):
         assert tiling(1, 64, 7, jnp.bfloat16).splits == 1

@@ -30,7 +30,7 @@ def cost(
     rows, heads, count: T, H and K of the op; current: S. dtype: of q. Heads that share a program share its records.
     shared_lists: whether `seen_by` says who sees what. listed: the share of slots that are valid, and come first.
     """
-    cut = tiling(rows, heads, count, dtype, shared_memory)
+    cut = tiling(rows, heads, count, dtype, shared_memory, shared_lists)
     blocks, partials = cut.head_blocks(heads), cut.splits + bool(current)
     attended = rows * (math.ceil(listed * count) + current)
     queries = rows * partials * heads * (record.latent_width + record.rope_width) * jnp.dtype(dtype).itemsize

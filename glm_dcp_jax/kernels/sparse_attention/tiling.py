@@ -17,6 +17,10 @@ _WIDE_HEADS = 64
 _WIDE_ROWS = 16
 """With fewer rows, wide programs would spend more on partial outputs than they save on decoding."""
 
+_SHARED_TILES = 4
+"""Tiles of a program at least, of a list that several share: less than half of it is filled, and partial outputs of all
+their heads are larger than the records of a tile."""
+
 _PROGRAMS = 128
 """Programs to aim at: GPUs have 132 to 188 multiprocessors."""
 
@@ -40,8 +44,15 @@ class Tiling(NamedTuple):
         return -(-heads // self.heads)
 
 
-def tiling(rows: int, heads: int, count: int, dtype: DTypeLike, shared_memory: int = SHARED_MEMORY) -> Tiling:
-    """For `rows` queries of this dtype with `heads` heads, each over `count` slots.
+def tiling(
+    rows: int,
+    heads: int,
+    count: int,
+    dtype: DTypeLike,
+    shared_memory: int = SHARED_MEMORY,
+    shared_lists: bool = False,
+) -> Tiling:
+    """For `rows` queries of this dtype with `heads` heads, each over `count` slots. shared_lists: of several sharers.
 
     Every program decodes the records it needs for its own heads. So many heads are cheapest in one program, where they
     fit: in registers, the output of 16 heads over 512 latents takes 64 registers of each of 128 threads, that of 32
@@ -57,4 +68,5 @@ def tiling(rows: int, heads: int, count: int, dtype: DTypeLike, shared_memory: i
     else:
         shape = Tiling(heads=_FEW_HEADS, records=32, splits=1, wide=False, warps=4, stages=2)
     wanted = tiles.next_power(-(-_PROGRAMS // (rows * shape.head_blocks(heads))))
-    return shape._replace(splits=min(wanted, -(-count // shape.records)))
+    least = shape.records * (_SHARED_TILES if shared_lists else 1)
+    return shape._replace(splits=min(wanted, -(-count // least)))

@@ -40,7 +40,7 @@ def sparse_attention(
     rows, heads, _ = q.shape
     if 0 in (rows, heads):
         return jnp.zeros((rows, heads, record.latent_width)), jnp.zeros((rows, heads))
-    cut = tiling(rows, heads, slots.shape[1], q.dtype, shared_memory)
+    cut = tiling(rows, heads, slots.shape[1], q.dtype, shared_memory, sharers > 1)
     optional: dict[str, Array] = {} if seen_by is None else {"seen_by": seen_by}
     if outer_scale is not None:
         optional["outer_scale"] = outer_scale.astype(jnp.float32).reshape(1)
