@@ -34,6 +34,8 @@ _SCALES = ("weight_scale_inv", "weight_scale", "weight_scale_2", "weight_global_
 _SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
 _OUTER_DTYPES = ("F32", "BF16", "F16", "F64")
 _UNUSED = ("input_scale", "input_global_scale")
+_LOOKED_AT = 1 << 18
+"""Codes that are looked at together, twice: few enough to stay in a processor's cache."""
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
@@ -177,7 +179,7 @@ class StoredWeights:
             for piece, size in zip((*index, *[slice(None)] * (2 - len(index))), shape, strict=True)
         ]
         if part == "codes":
-            return checkpoint.read(self._main(name), tuple(slice(*bound) for bound in bounds))
+            return self._codes(name, bounds)
         if part == "scales":
             return self._scales(name, bounds, grain)
         return self._values(name, bounds)
@@ -228,16 +230,23 @@ class StoredWeights:
             )
         return np.asarray(outer, np.float32)
 
+    def _codes(self, name: str, bounds: list[tuple[int, int]]) -> np.ndarray:
+        """A view of some rows and columns of codes. Raises CheckpointError for FP8 codes that are no number."""
+        codes = self.checkpoint.read(self._main(name), tuple(slice(*bound) for bound in bounds))
+        if self.of(name).kind == "fp8" and (place := _first_nan(codes)) is not None:
+            row, column = (start + at for (start, _), at in zip(bounds, place, strict=True))
+            raise CheckpointError(
+                f"{name} holds the code 0x{codes.view(np.uint8)[place]:02X} at [{row}, {column}], which is not a "
+                "number in E4M3; download the file again, or use the checkpoint as its publisher made it"
+            )
+        return codes
+
     def _values(self, name: str, bounds: list[tuple[int, int]]) -> np.ndarray:
-        (top, bottom), (left, right) = bounds
         if self.of(name).kind == "fp8":
-            codes = self.checkpoint.read(name, (slice(top, bottom), slice(left, right)))
-            return codes.astype(np.float32) * self._scales(name, bounds, (1, 1))
+            return self._codes(name, bounds).astype(np.float32) * self._scales(name, bounds, (1, 1))
+        (top, bottom), (left, right) = bounds
         first, last = left // NVFP4_GROUP, -(-right // NVFP4_GROUP)
-        packed = self.checkpoint.read(
-            self._main(name),
-            (slice(top, bottom), slice(first * NVFP4_GROUP // 2, last * NVFP4_GROUP // 2)),
-        )
+        packed = self._codes(name, [(top, bottom), (first * NVFP4_GROUP // 2, last * NVFP4_GROUP // 2)])
         codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), 2 * packed.shape[1])
         scales = self._scales(name, [(top, bottom), (first, last)], (1, NVFP4_GROUP)).astype(np.float32)
         values = _E2M1[codes] * np.repeat(scales, NVFP4_GROUP, axis=1) * self._outer(name)
@@ -318,6 +327,17 @@ class StoredWeights:
         """Integers might be exponents, or anything."""
         if (dtype := self.checkpoint.info(tensor).dtype) not in allowed:
             raise CheckpointError(f"{tensor} is stored as {dtype}; scales are {', '.join(allowed)}")
+
+
+def _first_nan(codes: np.ndarray) -> tuple[int, int] | None:
+    """Row and column of the first E4M3 code that is no number. Copies nothing: such codes are the largest bytes."""
+    rows = max(1, _LOOKED_AT // max(1, codes.shape[1]))
+    for start in range(0, len(codes) if codes.size else 0, rows):
+        some = codes[start : start + rows]
+        if some.view(np.int8).max() == 0x7F or some.view(np.uint8).max() == 0xFF:
+            row, column = np.argwhere(np.isnan(some))[0]
+            return start + int(row), int(column)
+    return None
 
 
 def _checked(tensor: str, scales: np.ndarray) -> np.ndarray:

@@ -207,6 +207,24 @@ class TestErrors:
             ):
                 stored.read(NAME, part, (1, 16) if how == "modelopt" else (1, 1))
 
+    @pytest.mark.parametrize("code", [0x7F, 0xFF])
+    @pytest.mark.parametrize("part", ["codes", "values"])
+    @pytest.mark.parametrize("place", [(0, 0), (7, 399), (299, 5)])
+    def test_codes_that_are_no_number(self, code, part, place, tmp_path, monkeypatch):
+        """Named with the first place, counted in the tensor, by whoever reads it, and by nobody else."""
+        monkeypatch.setattr("glm_dcp_jax.model.stored_weights._LOOKED_AT", 1000)  # two rows and a half
+        tensors, plain = quantised_models.fp8(NAME, random_weight((300, 400)))
+        codes = tensors[NAME].view(np.uint8)
+        codes[place] = codes[299, 399] = code
+        stored = stored_in(tmp_path, tensors)
+        with pytest.raises(CheckpointError) as raised:
+            stored.read(NAME, part, (1, 1))
+        assert f"{NAME} holds the code 0x{code:02X} at [{place[0]}, {place[1]}]" in str(raised.value)
+        with pytest.raises(CheckpointError, match=r"at \[299, 399\], which is not a number"):
+            stored.read(NAME, part, (1, 1), (slice(20, 300), slice(6, 400)))
+        clean = (slice(1, 7), slice(1, 399))
+        np.testing.assert_array_equal(stored.read(NAME, "values", (1, 1), clean), plain[clean])
+
     @pytest.mark.parametrize("dtype", [np.uint8, np.int32, ml_dtypes.float8_e4m3fn])
     def test_integers_for_scales(self, dtype, tmp_path):
         """Exponents, perhaps; taken as numbers they would make other weights."""
