@@ -116,6 +116,12 @@ class ConvertedCheckpoint:
         """Whether any weight is."""
         return any(part.formats for part in self.manifest.parts.values())
 
+    @property
+    def kinds(self) -> frozenset[str]:
+        """What weights are stored as: each StoredFormat.kind that there is."""
+        formats = [each for part in self.manifest.parts.values() for each in part.formats.values()]
+        return frozenset({PLAIN.kind, *(stored.kind for stored in formats)})  # norms are always plain
+
     def of(self, name: str) -> StoredFormat:
         """The format of one weight, named as in a checkpoint; PLAIN for what is not there."""
         layer = re.match(r"model\.layers\.(\d+)\.(.*)", name)

@@ -30,6 +30,7 @@ Part = Literal["values", "codes", "scales", "outer"]
 """values: of the weight, dequantised where it is quantised. The others: what a quantised weight is made of."""
 
 _PLAIN_DTYPES = ("BF16", "F16", "F32")
+_KIND_OF = {"F8_E4M3": "fp8", "U8": "nvfp4"}
 _SCALES = ("weight_scale_inv", "weight_scale", "weight_scale_2", "weight_global_scale")
 _SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
 _OUTER_DTYPES = ("F32", "BF16", "F16", "F64")
@@ -128,6 +129,13 @@ class StoredWeights:
     def quantised(self) -> bool:
         """Whether any weight is."""
         return any(stored != PLAIN for stored in self._formats.values())
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """What weights are stored as: each StoredFormat.kind that there is, or would be if it could be read."""
+        unreadable = {self.checkpoint.info(self._main(name)).dtype for name in self._unreadable}
+        found = {stored.kind for stored in self._formats.values()}
+        return frozenset(found | {_KIND_OF[dtype] for dtype in unreadable & _KIND_OF.keys()})
 
     def of(self, name: str) -> StoredFormat:
         """The format of one weight; PLAIN for what is not there."""

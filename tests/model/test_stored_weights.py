@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from glm_dcp_jax import LLM
+from glm_dcp_jax.config import ConfigError
 from glm_dcp_jax.kernels import weights
 from glm_dcp_jax.model.safetensors_reader import Checkpoint, CheckpointError
 from glm_dcp_jax.model.stored_weights import NVFP4, PLAIN, StoredFormat, StoredWeights
@@ -17,6 +19,7 @@ from glm_dcp_jax.model.stored_weights import NVFP4, PLAIN, StoredFormat, StoredW
 sys.path.append(str(Path(__file__).parents[1] / "oracle"))
 
 import quantised_models
+from random_models import make_model, write_checkpoint
 
 NAME = "model.layers.3.self_attn.kv_a_proj_with_mqa.weight"
 QUANTISERS = {
@@ -117,6 +120,19 @@ def test_formats_are_decided_by_what_is_there_and_by_nothing_else(tmp_path):
     assert list(found.values()) == [PLAIN, StoredFormat("fp8", (32, 64)), NVFP4, NVFP4, PLAIN]
     kinds = stored.layer_kinds(3)
     assert kinds[0] != kinds[1] and kinds[2] == frozenset()
+
+
+@pytest.mark.parametrize("how", QUANTISERS)
+def test_kinds_are_what_the_tensors_are(how, tmp_path):
+    tensors, _ = QUANTISERS[how](NAME, random_weight((32, 64)))
+    kind = "fp8" if how.startswith("fp8") else "nvfp4"
+    (tmp_path / "whole").mkdir()
+    assert stored_in(tmp_path / "whole", tensors | {"norm.weight": np.ones(3, np.float32)}).kinds == {
+        "plain",
+        kind,
+    }
+    unreadable = {name: tensor for name, tensor in tensors.items() if "scale" not in name}
+    assert stored_in(tmp_path, unreadable).kinds == {kind}, "what is wrong with it is said when it is loaded"
 
 
 def test_blocks_of_another_size_are_as_the_config_says(tmp_path):
@@ -249,3 +265,20 @@ class TestErrors:
         with pytest.raises(CheckpointError, match="and 2 more$") as raised:
             stored_in(tmp_path, tensors).check(tensors)
         assert str(raised.value).count("is stored as I8 with no scales") == 5
+
+
+@pytest.mark.parametrize(
+    ("section", "how", "said"),
+    [
+        (quantised_models.FP8_SECTION, None, "not quantised, though config.json says fp8"),
+        (quantised_models.FP8_SECTION, quantised_models.modelopt, "stored as NVFP4 and BF16"),
+        ({}, None, "the checkpoint is not quantised"),
+    ],
+    ids=["plain", "nvfp4", "no section"],
+)
+def test_an_engine_compares_what_is_asked_for_with_the_tensors(section, how, said, tmp_path):
+    config, tensors = make_model("single_layer")
+    written, _ = quantised_models.quantise(tensors, lambda name: how if "down_proj" in name else None)
+    directory = write_checkpoint(tmp_path, config | {"quantization_config": section}, written)
+    with pytest.raises(ConfigError, match=f"quantization fp8 was asked for, but .*{said}"):
+        LLM(str(directory), quantization="fp8")
