@@ -1,7 +1,7 @@
 """What a checkpoint's quantisation section says of its weights.
 
-Only the method's name and fp8's block size are taken from it: which weights are quantised, and how, is read off the
-tensors (model/stored_weights.py), since lists of excluded modules are known to name modules that do not exist.
+Only the method's name and the size of FP8 blocks are taken from it: which weights are quantised, and how, is read off
+the tensors (model/stored_weights.py), since lists of excluded modules are known to name modules that do not exist.
 """
 
 from collections.abc import Collection, Mapping
@@ -45,16 +45,7 @@ class Quantisation:
             raise ConfigError(
                 f"the checkpoint is quantised by method {given!r}; weights of {', '.join(METHODS)} can be loaded"
             )
-        block = section.get("weight_block_size")
-        if block is None:
-            return Quantisation(method)
-        if not (
-            isinstance(block, list | tuple)
-            and len(block) == 2
-            and all(type(n) is int and n > 0 for n in block)
-        ):
-            raise ConfigError(f"weight_block_size must be two positive integers, but is {block!r}")
-        return Quantisation(method, (block[0], block[1]))
+        return Quantisation(method, _block(section))
 
     @staticmethod
     def check(asked: str | None, found: "Quantisation | None", kinds: Collection[str] | None = None) -> None:
@@ -87,3 +78,28 @@ class Quantisation:
 def _by_producer(section: Mapping[str, Any]) -> str:
     """ModelOpt's hf_quant_config.json names no method, but an algorithm."""
     return "modelopt" if section.get("quant_algo") else "unknown"
+
+
+def _block(section: Mapping[str, Any]) -> tuple[int, int]:
+    """FP8_BLOCK unless fp8's weight_block_size says another, or block_structure in compressed-tensors' groups."""
+    given = {"weight_block_size": section.get("weight_block_size")}
+    groups = section.get("config_groups")
+    for name, group in groups.items() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if isinstance(weights, Mapping):
+            given[f"block_structure of config_groups' {name}"] = weights.get("block_structure")
+    blocks: dict[tuple[int, int], str] = {}
+    for field, block in given.items():
+        if block is None:
+            continue
+        if not (
+            isinstance(block, list | tuple)
+            and len(block) == 2
+            and all(type(n) is int and n > 0 for n in block)
+        ):
+            raise ConfigError(f"{field} must be two positive integers, but is {block!r}")
+        blocks.setdefault((block[0], block[1]), field)
+    if len(blocks) > 1:
+        said = " and ".join(f"{field} is {list(block)}" for block, field in blocks.items())
+        raise ConfigError(f"{said}, but FP8 weights in blocks of one size only can be loaded")
+    return next(iter(blocks), FP8_BLOCK)

@@ -102,7 +102,7 @@ ALL_PLAIN: WeightFormats = _AllPlain()
 class StoredWeights:
     """The weights of a checkpoint, whatever they are stored as.
 
-    block: weight_block_size of config.json's quantization_config.
+    block: rows and columns of FP8 blocks, by config.json's quantization_config.
     """
 
     def __init__(self, checkpoint: Checkpoint, block: tuple[int, int] = FP8_BLOCK) -> None:
@@ -295,16 +295,17 @@ class StoredWeights:
         if len(shape) != 2:
             raise CheckpointError(f"{name} has shape {shape}; only matrices can be stored as F8_E4M3")
         rows, columns = shape
-        if scale.shape in ((), (1,), (1, 1)):
+        expected = tuple(-(-size // own) for size, own in zip(shape, self._block, strict=True))
+        if scale.shape in ((), (1,)) or scale.shape == expected == (1, 1):
             return rows, columns
         if scale.shape in ((rows,), (rows, 1)):
             return 1, columns
-        expected = tuple(-(-size // own) for size, own in zip(shape, self._block, strict=True))
         if scale.shape == expected:
             return self._block
         raise CheckpointError(
             f"{scale.name} is {list(scale.shape)}, but {name} of {list(shape)} in blocks of {list(self._block)} has "
-            f"{list(expected)} scales; use the config.json (weight_block_size) and the weights of one checkpoint"
+            f"{list(expected)} scales; use the config.json (weight_block_size or block_structure) and the weights of "
+            "one checkpoint"
         )
 
     def _check_nvfp4(self, name: str, shape: tuple[int, ...]) -> StoredFormat:

@@ -11,6 +11,15 @@ from glm_dcp_jax.config.quantisation import Quantisation
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
+def compressed(*structures: object) -> dict:
+    """A section with a group for each block_structure, None for one without."""
+    groups = {
+        f"group_{number}": {"targets": ["Linear"], "weights": {"num_bits": 8, "block_structure": structure}}
+        for number, structure in enumerate(structures)
+    }
+    return {"quant_method": "compressed-tensors", "config_groups": groups}
+
+
 @pytest.mark.parametrize(
     ("section", "method", "block"),
     [
@@ -21,6 +30,14 @@ FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "we
         ({"quant_method": "modelopt_fp4"}, "modelopt", (128, 128)),
         (
             {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
+            "compressed-tensors",
+            (128, 128),
+        ),
+        (compressed([64, 32]), "compressed-tensors", (64, 32)),
+        (compressed([64, 32], [64, 32], None), "compressed-tensors", (64, 32)),
+        (compressed(None), "compressed-tensors", (128, 128)),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"FP8": ["Linear"]}},
             "compressed-tensors",
             (128, 128),
         ),
@@ -47,6 +64,14 @@ def test_other_methods_are_refused_by_name(method):
 def test_blocks_that_are_none(block):
     with pytest.raises(ConfigError, match="weight_block_size must be two positive integers"):
         Quantisation.of(FP8 | {"weight_block_size": block})
+    with pytest.raises(ConfigError, match="block_structure of config_groups' group_1 must be two positive"):
+        Quantisation.of(compressed([128, 128], block))
+
+
+def test_blocks_of_two_sizes():
+    said = r"group_0 is \[128, 128\] and block_structure of config_groups' group_1 is \[64, 64\], but"
+    with pytest.raises(ConfigError, match=said):
+        Quantisation.of(compressed([128, 128], [64, 64]))
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,23 @@ class TestErrors:
         message = self.message(tmp_path, tensors)
         assert f"{NAME}_scale_inv is [4, 2]" in message and "has [5, 2] scales" in message
 
+    @pytest.mark.parametrize(("block", "rows"), [((64, 64), "[9, 4]"), ((1, 128), "[576, 2]")])
+    def test_scales_of_blocks_of_another_size(self, block, rows, tmp_path):
+        """Of compressed-tensors, whose block_structure says what their shape leaves open."""
+        tensors, _ = quantised_models.fp8(NAME, random_weight((576, 256)))
+        stored = stored_in(
+            tmp_path, {NAME: tensors[NAME], f"{NAME}_scale": tensors[f"{NAME}_scale_inv"]}, block=block
+        )
+        with pytest.raises(CheckpointError) as raised:
+            stored.check([NAME])
+        assert f"{NAME}_scale is [5, 2]" in str(raised.value)
+        assert f"in blocks of {list(block)} has {rows} scales" in str(raised.value)
+
+    def test_one_block_of_many(self, tmp_path):
+        tensors, _ = quantised_models.fp8(NAME, random_weight((576, 256)))
+        tensors[f"{NAME}_scale_inv"] = tensors[f"{NAME}_scale_inv"][:1, :1]
+        assert "is [1, 1], but" in self.message(tmp_path, tensors)
+
     @pytest.mark.parametrize("how", ["fp8", "modelopt", "compressed"])
     def test_codes_without_scales(self, how, tmp_path):
         tensors, _ = QUANTISERS[how](NAME, random_weight((32, 64)))
