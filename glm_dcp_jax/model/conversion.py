@@ -1,6 +1,7 @@
 """Checkpoint -> converted checkpoint: each layer is loaded as for serving, saved with orbax, and forgotten."""
 
 import os
+import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -93,7 +94,11 @@ def _save(folder: Path, arrays: dict[str, jax.Array]) -> None:
             args = ocp.args.PyTreeSave(arrays, save_args=dict.fromkeys(arrays, each))
             checkpointer.save(folder.absolute(), args=args)
     except Exception as error:  # tensorstore fails in many ways
-        raise OSError(f"{folder} cannot be written: {error}") from error
+        of_system = re.search(r"os_error_code='(\d+)'", str(error))
+        why = os.strerror(int(of_system[1])) if of_system else str(error)
+        raise OSError(
+            f"{folder} cannot be written: {why}; make room there, or give a directory on another disk"
+        ) from error
 
 
 def _saved(leaf: Leaf) -> SavedArray:

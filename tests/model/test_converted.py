@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from glm_dcp_jax.config import ModelConfig, engine_config
-from glm_dcp_jax.convert.__main__ import main
+from glm_dcp_jax.convert.command import main
 from glm_dcp_jax.engine.blueprint import Blueprint
 from glm_dcp_jax.model.converted import MANIFEST, ConvertedCheckpoint, open_checkpoint
 from glm_dcp_jax.model.load import _write, load_parameters
