@@ -18,7 +18,8 @@ from glm_dcp_jax import LLM, SamplingParams
 from glm_dcp_jax.convert.command import main
 from glm_dcp_jax.demo import tiny_model_directory
 from glm_dcp_jax.model import conversion
-from glm_dcp_jax.model.converted import MANIFEST, open_checkpoint
+from glm_dcp_jax.model.converted import open_checkpoint
+from glm_dcp_jax.model.manifest import MANIFEST
 
 sys.path.append(str(Path(__file__).parent / "oracle"))
 

@@ -60,9 +60,9 @@ def _convert(flags: argparse.Namespace, parallel: ParallelConfig) -> str:
 
     from glm_dcp_jax.config.quantisation import FP8_BLOCK
     from glm_dcp_jax.model import conversion
-    from glm_dcp_jax.model.converted import MANIFEST, Manifest
     from glm_dcp_jax.model.load import progress
     from glm_dcp_jax.model.locate import locate_model
+    from glm_dcp_jax.model.manifest import MANIFEST, Manifest
     from glm_dcp_jax.model.network import abstract_network
     from glm_dcp_jax.model.safetensors_reader import Checkpoint
     from glm_dcp_jax.model.stored_weights import StoredWeights

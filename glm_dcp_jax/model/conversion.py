@@ -12,9 +12,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from glm_dcp_jax.config import ModelConfig
-from glm_dcp_jax.model.converted import WEIGHTS, Manifest, Part, SavedArray, SavedFile, array_name, part_name
+from glm_dcp_jax.model.converted import array_name, part_name
 from glm_dcp_jax.model.converted import without_experts as collapsed
 from glm_dcp_jax.model.load import Leaf, check_tensors, leaves_on, load_leaves
+from glm_dcp_jax.model.manifest import WEIGHTS, Manifest, Part, SavedArray, SavedFile
 from glm_dcp_jax.model.network import NetworkShape, is_variable
 from glm_dcp_jax.model.stored_weights import PLAIN, StoredWeights
 
