@@ -15,16 +15,18 @@ import numpy as np
 import pytest
 
 from glm_dcp_jax import LLM, SamplingParams
-from glm_dcp_jax.convert.__main__ import main
+from glm_dcp_jax.convert.command import main
 from glm_dcp_jax.demo import tiny_model_directory
 from glm_dcp_jax.model import conversion
-from glm_dcp_jax.model.converted import MANIFEST, open_checkpoint
+from glm_dcp_jax.model.converted import open_checkpoint
+from glm_dcp_jax.model.manifest import MANIFEST
 
 sys.path.append(str(Path(__file__).parent / "oracle"))
 
 from quantised_models import make_quantised
 from random_models import make_model, write_checkpoint
 
+CONVERT = [sys.executable, "-m", "glm_dcp_jax.convert"]
 PROMPTS = [[5, 9, 200, 31], list(range(40, 80))]
 MESHES = {
     "same layout": (4, 4, False),
@@ -103,7 +105,7 @@ def test_everything_but_the_weights_is_copied(tmp_path, capsys):
     original, target = tiny_model_directory(), tmp_path / "converted"
     target.mkdir()  # an empty directory will do
     assert main([str(original), str(target), "-tp", "2"]) == 0
-    assert re.search(r"\d+ layers and the MTP layer, 0\.\d+ GB, converted in ", capsys.readouterr().out)
+    assert re.search(r"\d+ layers and the MTP layer, \d\d\.\d MB, converted in ", capsys.readouterr().out)
     kept = [path for path in original.iterdir() if path.suffix != ".safetensors"]
     assert {path.name for path in target.iterdir()} == {path.name for path in kept} | {MANIFEST, "weights"}
     assert all((target / path.name).read_bytes() == path.read_bytes() for path in kept)
@@ -136,11 +138,17 @@ class TestRefusals:
         (tmp_path / "file").write_text("")
         assert "is a file" in self.refused(capsys, str(source), str(tmp_path / "file"))
 
+    @pytest.mark.parametrize("place", ["x", "x/y"])
+    def test_a_place_in_a_file(self, source, tmp_path, capsys, place):
+        (tmp_path / "file").write_text("")
+        said = self.refused(capsys, str(source), str(tmp_path / "file" / place))
+        assert f"lies in {tmp_path / 'file'}, which is a file; give a path in a directory" in said
+
     def test_a_disk_that_is_too_full(self, source, tmp_path, capsys, monkeypatch):
         usage = namedtuple("usage", "total used free")
         monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 10**5))
         said = self.refused(capsys, str(source), str(tmp_path / "converted"))
-        assert re.search(r"needs \d+\.\d GB, and 0\.0 GB are free in .*; make room", said)
+        assert re.search(r"needs \d\.\d\d MB, and 100 kB are free in .*; make room", said)
 
     def test_a_source_that_is_none(self, tmp_path, capsys):
         assert "there is no directory" in self.refused(capsys, str(tmp_path / "absent"), str(tmp_path / "x"))
@@ -173,12 +181,23 @@ class TestRefusals:
         assert "no space left" in self.refused(capsys, str(source), str(tmp_path / "converted"))
         assert not (tmp_path / "converted").exists()
 
+    def test_a_disk_that_is_full_on_the_way_is_said_in_one_line(self, source, tmp_path):
+        """orbax and its threads have much to say of it, all of which is left out. Nor are the folders above left."""
+        target = tmp_path / "above" / "converted"
+        limited = ["sh", "-c", 'ulimit -f 100; exec "$@"', "sh", *CONVERT, str(source), str(target)]
+        done = subprocess.run(limited, stderr=subprocess.PIPE, text=True)
+        said = done.stderr.splitlines()
+        assert done.returncode == 1 and "Traceback" not in done.stderr and "ERROR" not in done.stderr
+        assert re.match("error: .*/weights/.* cannot be written: File too large; make room there", said[-1])
+        assert {path.name for path in tmp_path.iterdir()} == {"source"}
+
 
 class TestInterruptions:
     def start(self, source: Path, target: Path) -> subprocess.Popen:
         """Returns when half of the layers are there."""
-        command = [sys.executable, "-m", "glm_dcp_jax.convert", str(source), str(target), "-tp", "2"]
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [*CONVERT, str(source), str(target), "-tp", "2"], stderr=subprocess.PIPE, text=True
+        )
         end = time.monotonic() + 120
         while not list(target.parent.glob(f".{target.name}.partial-*/weights/layer_00[4-9]")):
             assert process.poll() is None and time.monotonic() < end
@@ -208,6 +227,28 @@ class TestInterruptions:
         _, said = process.communicate(timeout=60)
         assert process.returncode == 130
         assert said.splitlines()[-1] == "interrupted: nothing is left of it"
+        assert {path.name for path in tmp_path.iterdir()} == {"source"}
+
+    @pytest.mark.parametrize("imported", ["argparse", "jax._src.dtypes", "jax", "orbax.checkpoint"])
+    @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT], ids=lambda sent: sent.name)
+    def test_a_signal_while_modules_are_imported(self, source, tmp_path, sent, imported):
+        """Where KeyboardInterrupt would be a traceback, another error, or swallowed."""
+        command = [
+            sys.executable,
+            "-X",
+            "importtime",
+            *CONVERT[1:],
+            str(source),
+            str(tmp_path / "new" / "one"),
+        ]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+            for line in process.stderr:
+                if line.rpartition("|")[2].strip() == imported:
+                    process.send_signal(sent)
+                    break
+            said = process.stderr.read()
+        assert process.returncode == 130
+        assert said.splitlines()[-1] == "interrupted: nothing is left of it" and "Traceback" not in said
         assert {path.name for path in tmp_path.iterdir()} == {"source"}
 
     def test_what_another_process_is_making_stays(self, source, tmp_path):

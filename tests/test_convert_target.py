@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from glm_dcp_jax.convert.target import whole_or_nothing
+from glm_dcp_jax.convert.target import in_words, whole_or_nothing
 
 
 def partials(folder: Path) -> list[Path]:
@@ -52,3 +52,19 @@ def test_what_a_dead_process_left_without_a_lock_goes(tmp_path):
     with whole_or_nothing(tmp_path / "made") as partial:
         (partial / "file").write_text("whole")
     assert partials(tmp_path) == [live]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "words"),
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (1000, "1.00 kB"),
+        (75_600, "75.6 kB"),
+        (2_345_678, "2.35 MB"),
+        (756e9, "756 GB"),
+        (1.5e12, "1,500 GB"),
+    ],
+)
+def test_sizes_in_words(nbytes, words):
+    assert in_words(nbytes) == words

@@ -157,7 +157,11 @@ class ModelConfig:
         config = read_json_object(directory / "config.json")
         quantised = directory / "hf_quant_config.json"
         if quantised.exists() and not says_something(config.get("quantization_config") or {}):
-            section = read_json_object(quantised).get("quantization")
+            said = read_json_object(quantised)
+            # Some files say it without the object around it.
+            section = said.get(
+                "quantization", {key: value for key, value in said.items() if key != "producer"}
+            )
             if not isinstance(section, Mapping | None):
                 raise ConfigError(f"{quantised}: quantization must be an object, but is {section!r}")
             config["quantization_config"] = section

@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from glm_dcp_jax.config import ConfigError
+from glm_dcp_jax.convert import interrupts
 
 _log = logging.getLogger(__name__)
 _LOCK = ".lock"
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 _QUIET_SECONDS, _CLEANING_SECONDS = 0.5, 20.0
+_UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
 _MARGIN = 1.01
 """What file systems and checkpoints take beside the weights."""
 
@@ -28,6 +30,9 @@ def check_target(source: Path, target: Path) -> None:
         )
     if target.is_relative_to(source):
         raise ConfigError(f"DST ({target}) lies in SRC ({source}); give a directory beside it")
+    place = next(parent for parent in target.parents if parent.exists())
+    if not place.is_dir():
+        raise ConfigError(f"DST ({target}) lies in {place}, which is a file; give a path in a directory")
     if target.exists() and not target.is_dir():
         raise ConfigError(f"DST ({target}) is a file; give a directory, which is made")
     if target.is_dir() and any(target.iterdir()):
@@ -40,9 +45,16 @@ def check_space(target: Path, nbytes: int) -> None:
     needed, free = int(nbytes * _MARGIN), shutil.disk_usage(place).free
     if free < needed:
         raise ConfigError(
-            f"{target} needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free in {place}; make room, or give "
-            "a directory on another disk"
+            f"{target} needs {in_words(needed)}, and {in_words(free)} are free in {place}; make room, or give a "
+            "directory on another disk"
         )
+
+
+def in_words(nbytes: float) -> str:
+    """Such as "7.56 GB", "75.6 kB" or "756 bytes"."""
+    unit, size = next((each for each in _UNITS.items() if nbytes >= each[1]), ("bytes", 1))
+    value = nbytes / size
+    return f"{value:,.{0 if size == 1 or value >= 100 else 1 if value >= 10 else 2}f} {unit}"
 
 
 @contextlib.contextmanager
@@ -53,25 +65,35 @@ def whole_or_nothing(target: Path) -> Iterator[Path]:
     is removed by the next conversion into the same target.
     """
     target = target.resolve()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_stale(target)
     partial = target.parent / f".{target.name}.partial-{os.getpid()}"
-    partial.mkdir()
-    try:
-        with (partial / _LOCK).open("w") as lock:
-            with contextlib.suppress(OSError):  # file systems without locks are written to all the same
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            yield partial
-            (partial / _LOCK).unlink()
-            try:
-                partial.rename(target)
-            except OSError as error:
-                raise ConfigError(
-                    f"{target} came into being in the meantime ({error.strerror}); what was converted is gone. Give "
-                    "another directory"
-                ) from None
-    finally:
+    made = [folder for folder in target.parents if not folder.exists()]
+
+    def tidy() -> None:
         _remove(partial)
+        with contextlib.suppress(OSError):  # where they hold the target, or something of others
+            for folder in made:
+                folder.rmdir()
+
+    with interrupts.tidied_by(tidy):
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _remove_stale(target)
+            partial.mkdir()
+            with (partial / _LOCK).open("w") as lock:
+                with contextlib.suppress(OSError):  # file systems without locks are written to all the same
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+                yield partial
+                interrupts.come_too_late()
+                (partial / _LOCK).unlink()
+                try:
+                    partial.rename(target)
+                except OSError as error:
+                    raise ConfigError(
+                        f"{target} came into being in the meantime ({error.strerror}); what was converted is gone. "
+                        "Give another directory"
+                    ) from None
+        finally:
+            tidy()
 
 
 def _remove(partial: Path) -> None:

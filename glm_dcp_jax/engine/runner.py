@@ -352,15 +352,17 @@ def stored_weights(
     checkpoint: Checkpoint | ConvertedCheckpoint, model: ModelConfig, config: EngineConfig
 ) -> StoredWeights | ConvertedCheckpoint:
     """How the checkpoint stores its weights. Raises ConfigError if they are not quantised as the flags ask."""
-    Quantisation.check(config.quantization, model.quantisation)
     if isinstance(checkpoint, ConvertedCheckpoint):
+        Quantisation.check(config.quantization, model.quantisation, checkpoint.kinds)
         if config.verify_checksums:
             checkpoint.verify_checksums()
         return checkpoint
+    block = FP8_BLOCK if model.quantisation is None else model.quantisation.block
+    stored = StoredWeights(checkpoint, block)
+    Quantisation.check(config.quantization, model.quantisation, stored.kinds)
     if config.verify_checksums:
         verify_checksums(checkpoint.directory, checkpoint.files)
-    block = FP8_BLOCK if model.quantisation is None else model.quantisation.block
-    return StoredWeights(checkpoint, block)
+    return stored
 
 
 def _blueprint(config: EngineConfig, model: ModelConfig, weights: WeightFormats) -> Blueprint:

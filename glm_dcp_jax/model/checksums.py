@@ -51,21 +51,35 @@ def verify_checksums(directory: Path, files: Iterable[Path]) -> None:
 
 
 def _sums(directory: Path, files: Iterable[Path]) -> dict[Path, str]:
-    """The sum that each file should have, as far as it is known; what stands beside a file counts before its link."""
+    """The sum that each file should have, as far as it is known. Raises CheckpointError where two are known."""
     listed = _listed(directory / SUMS_NAME)
     sums: dict[Path, str] = {}
+    contradictions = []
     for file in files:
-        beside = _listed(file.with_name(f"{file.name}.sha256"))
-        blob = file.resolve().name if file.is_symlink() else ""
-        known = (
-            listed.get(file.name)
-            or beside.get(file.name)
-            or beside.get("")
-            or (blob if re.fullmatch("[0-9a-f]{64}", blob) else None)
+        beside, link = file.with_name(f"{file.name}.sha256"), file.resolve()
+        own = _listed(beside)
+        known = {
+            f"by {SUMS_NAME}": listed.get(file.name),
+            f"by {beside.name}": own.get(file.name) or own.get(""),
+            "by the name of the file that it links to": link.name if _is_blob(file, link) else None,
+        }
+        by_sum = {found: source for source, found in known.items() if found}
+        if len(by_sum) > 1:
+            contradictions.append(
+                f"  {file}: " + ", ".join(f"{found} {source}" for found, source in by_sum.items())
+            )
+        elif by_sum:
+            (sums[file],) = by_sum
+    if contradictions:
+        raise CheckpointError(
+            f"what {len(contradictions)} files should have for a SHA-256 sum is said in two ways; keep the sums of the "
+            "publisher:\n" + "\n".join(contradictions)
         )
-        if known:
-            sums[file] = known
     return sums
+
+
+def _is_blob(file: Path, link: Path) -> bool:
+    return file.is_symlink() and re.fullmatch("[0-9a-f]{64}", link.name) is not None
 
 
 def _listed(path: Path) -> dict[str, str]:

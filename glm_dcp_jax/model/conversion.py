@@ -1,6 +1,7 @@
 """Checkpoint -> converted checkpoint: each layer is loaded as for serving, saved with orbax, and forgotten."""
 
 import os
+import re
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -11,9 +12,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from glm_dcp_jax.config import ModelConfig
-from glm_dcp_jax.model.converted import WEIGHTS, Manifest, Part, SavedArray, SavedFile, array_name, part_name
+from glm_dcp_jax.model.converted import array_name, part_name
 from glm_dcp_jax.model.converted import without_experts as collapsed
 from glm_dcp_jax.model.load import Leaf, check_tensors, leaves_on, load_leaves
+from glm_dcp_jax.model.manifest import WEIGHTS, Manifest, Part, SavedArray, SavedFile
 from glm_dcp_jax.model.network import NetworkShape, is_variable
 from glm_dcp_jax.model.stored_weights import PLAIN, StoredWeights
 
@@ -93,7 +95,11 @@ def _save(folder: Path, arrays: dict[str, jax.Array]) -> None:
             args = ocp.args.PyTreeSave(arrays, save_args=dict.fromkeys(arrays, each))
             checkpointer.save(folder.absolute(), args=args)
     except Exception as error:  # tensorstore fails in many ways
-        raise OSError(f"{folder} cannot be written: {error}") from error
+        of_system = re.search(r"os_error_code='(\d+)'", str(error))
+        why = os.strerror(int(of_system[1])) if of_system else str(error)
+        raise OSError(
+            f"{folder} cannot be written: {why}; make room there, or give a directory on another disk"
+        ) from error
 
 
 def _saved(leaf: Leaf) -> SavedArray:

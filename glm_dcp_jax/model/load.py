@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import logging
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -36,6 +37,8 @@ READERS = 8
 """Threads that cut pieces: files are read, and values dequantised, beside each other."""
 _MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 """The MTP layer takes the main model's instead, which published files rely on."""
+_CACHE_SCALE = re.compile(r"\.self_attn\..*\b(q|k|v|kv)_(scale|zero_point)$")
+"""As ModelOpt (k_proj.k_scale) and compressed-tensors (self_attn.k_scale) name them, before any module."""
 Index = tuple[slice, ...]
 
 
@@ -176,6 +179,8 @@ def _require_mtp(stored: StoredWeights, shape: NetworkShape) -> None:
 
 def _why_left_out(name: str, config: ModelConfig, shape: NetworkShape) -> str | None:
     """What a tensor is that files may carry but this network lacks; None for any other."""
+    if _CACHE_SCALE.search(name):
+        return "scales of a quantised KV cache, whose formats here have scales of their own"
     if name.endswith("rotary_emb.inv_freq"):
         return "tables of rotary frequencies"
     if name == "lm_head.weight" and config.tie_word_embeddings:

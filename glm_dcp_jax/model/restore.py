@@ -16,18 +16,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from glm_dcp_jax.kernels.weights import Fp8Weight, Nvfp4Weight, dequantised
-from glm_dcp_jax.model.converted import (
-    CONVERT_AGAIN,
-    MANIFEST,
-    OUTSIDE,
-    WEIGHTS,
-    ConvertedCheckpoint,
-    Part,
-    SavedArray,
-    array_name,
-    part_name,
-)
+from glm_dcp_jax.model.converted import OUTSIDE, ConvertedCheckpoint, array_name, part_name
 from glm_dcp_jax.model.load import Leaf, as_parameters, leaves_on, progress, write
+from glm_dcp_jax.model.manifest import CONVERT_AGAIN, MANIFEST, WEIGHTS, Part, SavedArray
 from glm_dcp_jax.model.network import NetworkShape, is_variable
 from glm_dcp_jax.model.safetensors_reader import CheckpointError
 
@@ -168,12 +159,29 @@ def _read(
     args = ocp.args.PyTreeRestore(item=shapes, restore_args=arguments, partial_restore=True)
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            return checkpointer.restore(folder.absolute(), args=args)
+            held = dict(checkpointer.metadata(folder.absolute()).item_metadata)
+            # Padded or cut to what the manifest says, arrays would be other arrays.
+            if not (contradiction := _contradiction(part, held, arguments)):
+                return checkpointer.restore(folder.absolute(), args=args)
     except Exception as error:  # tensorstore fails in many ways
         raise CheckpointError(
             f"{folder} cannot be read ({error}); --verify-checksums tells whether its files are as they were written: "
             f"if not, copy them again, or {CONVERT_AGAIN}"
         ) from error
+    raise CheckpointError(
+        f"{converted.directory / MANIFEST} contradicts {folder}: {contradiction}; {CONVERT_AGAIN}"
+    )
+
+
+def _contradiction(part: Part, held: Mapping[str, Any], names: Iterable[str]) -> str | None:
+    """What the manifest says otherwise than orbax's own description."""
+    for name in names:
+        said, found = part.arrays[name], held.get(name)
+        if found is None:
+            return f"there is no {name}"
+        if (said.shape, said.dtype) != (tuple(found.shape), np.dtype(found.dtype).name):
+            return f"{name} is {found.dtype} {list(found.shape)} instead of {said.dtype} {list(said.shape)}"
+    return None
 
 
 def _made(each: _Wanted, arrays: Mapping[str, jax.Array], part: Part) -> jax.Array:

@@ -30,10 +30,13 @@ Part = Literal["values", "codes", "scales", "outer"]
 """values: of the weight, dequantised where it is quantised. The others: what a quantised weight is made of."""
 
 _PLAIN_DTYPES = ("BF16", "F16", "F32")
+_KIND_OF = {"F8_E4M3": "fp8", "U8": "nvfp4"}
 _SCALES = ("weight_scale_inv", "weight_scale", "weight_scale_2", "weight_global_scale")
 _SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0")
 _OUTER_DTYPES = ("F32", "BF16", "F16", "F64")
 _UNUSED = ("input_scale", "input_global_scale")
+_LOOKED_AT = 1 << 18
+"""Codes that are looked at together, twice: few enough to stay in a processor's cache."""
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
@@ -99,7 +102,7 @@ ALL_PLAIN: WeightFormats = _AllPlain()
 class StoredWeights:
     """The weights of a checkpoint, whatever they are stored as.
 
-    block: weight_block_size of config.json's quantization_config.
+    block: rows and columns of FP8 blocks, by config.json's quantization_config.
     """
 
     def __init__(self, checkpoint: Checkpoint, block: tuple[int, int] = FP8_BLOCK) -> None:
@@ -126,6 +129,13 @@ class StoredWeights:
     def quantised(self) -> bool:
         """Whether any weight is."""
         return any(stored != PLAIN for stored in self._formats.values())
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """What weights are stored as: each StoredFormat.kind that there is, or would be if it could be read."""
+        unreadable = {self.checkpoint.info(self._main(name)).dtype for name in self._unreadable}
+        found = {stored.kind for stored in self._formats.values()}
+        return frozenset(found | {_KIND_OF[dtype] for dtype in unreadable & _KIND_OF.keys()})
 
     def of(self, name: str) -> StoredFormat:
         """The format of one weight; PLAIN for what is not there."""
@@ -177,7 +187,7 @@ class StoredWeights:
             for piece, size in zip((*index, *[slice(None)] * (2 - len(index))), shape, strict=True)
         ]
         if part == "codes":
-            return checkpoint.read(self._main(name), tuple(slice(*bound) for bound in bounds))
+            return self._codes(name, bounds)
         if part == "scales":
             return self._scales(name, bounds, grain)
         return self._values(name, bounds)
@@ -228,16 +238,23 @@ class StoredWeights:
             )
         return np.asarray(outer, np.float32)
 
+    def _codes(self, name: str, bounds: list[tuple[int, int]]) -> np.ndarray:
+        """A view of some rows and columns of codes. Raises CheckpointError for FP8 codes that are no number."""
+        codes = self.checkpoint.read(self._main(name), tuple(slice(*bound) for bound in bounds))
+        if self.of(name).kind == "fp8" and (place := _first_nan(codes)) is not None:
+            row, column = (start + at for (start, _), at in zip(bounds, place, strict=True))
+            raise CheckpointError(
+                f"{name} holds the code 0x{codes.view(np.uint8)[place]:02X} at [{row}, {column}], which is not a "
+                "number in E4M3; download the file again, or use the checkpoint as its publisher made it"
+            )
+        return codes
+
     def _values(self, name: str, bounds: list[tuple[int, int]]) -> np.ndarray:
-        (top, bottom), (left, right) = bounds
         if self.of(name).kind == "fp8":
-            codes = self.checkpoint.read(name, (slice(top, bottom), slice(left, right)))
-            return codes.astype(np.float32) * self._scales(name, bounds, (1, 1))
+            return self._codes(name, bounds).astype(np.float32) * self._scales(name, bounds, (1, 1))
+        (top, bottom), (left, right) = bounds
         first, last = left // NVFP4_GROUP, -(-right // NVFP4_GROUP)
-        packed = self.checkpoint.read(
-            self._main(name),
-            (slice(top, bottom), slice(first * NVFP4_GROUP // 2, last * NVFP4_GROUP // 2)),
-        )
+        packed = self._codes(name, [(top, bottom), (first * NVFP4_GROUP // 2, last * NVFP4_GROUP // 2)])
         codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), 2 * packed.shape[1])
         scales = self._scales(name, [(top, bottom), (first, last)], (1, NVFP4_GROUP)).astype(np.float32)
         values = _E2M1[codes] * np.repeat(scales, NVFP4_GROUP, axis=1) * self._outer(name)
@@ -278,16 +295,17 @@ class StoredWeights:
         if len(shape) != 2:
             raise CheckpointError(f"{name} has shape {shape}; only matrices can be stored as F8_E4M3")
         rows, columns = shape
-        if scale.shape in ((), (1,), (1, 1)):
+        expected = tuple(-(-size // own) for size, own in zip(shape, self._block, strict=True))
+        if scale.shape in ((), (1,)) or scale.shape == expected == (1, 1):
             return rows, columns
         if scale.shape in ((rows,), (rows, 1)):
             return 1, columns
-        expected = tuple(-(-size // own) for size, own in zip(shape, self._block, strict=True))
         if scale.shape == expected:
             return self._block
         raise CheckpointError(
             f"{scale.name} is {list(scale.shape)}, but {name} of {list(shape)} in blocks of {list(self._block)} has "
-            f"{list(expected)} scales; use the config.json (weight_block_size) and the weights of one checkpoint"
+            f"{list(expected)} scales; use the config.json (weight_block_size or block_structure) and the weights of "
+            "one checkpoint"
         )
 
     def _check_nvfp4(self, name: str, shape: tuple[int, ...]) -> StoredFormat:
@@ -318,6 +336,17 @@ class StoredWeights:
         """Integers might be exponents, or anything."""
         if (dtype := self.checkpoint.info(tensor).dtype) not in allowed:
             raise CheckpointError(f"{tensor} is stored as {dtype}; scales are {', '.join(allowed)}")
+
+
+def _first_nan(codes: np.ndarray) -> tuple[int, int] | None:
+    """Row and column of the first E4M3 code that is no number. Copies nothing: such codes are the largest bytes."""
+    rows = max(1, _LOOKED_AT // max(1, codes.shape[1]))
+    for start in range(0, len(codes) if codes.size else 0, rows):
+        some = codes[start : start + rows]
+        if some.view(np.int8).max() == 0x7F or some.view(np.uint8).max() == 0xFF:
+            row, column = np.argwhere(np.isnan(some))[0]
+            return start + int(row), int(column)
+    return None
 
 
 def _checked(tensor: str, scales: np.ndarray) -> np.ndarray:

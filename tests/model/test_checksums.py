@@ -80,6 +80,36 @@ def test_a_file_without_a_sum_is_named(files):
         verify_checksums(files[0].parent, files)
 
 
+@pytest.mark.parametrize("right", ["list", "beside"])
+def test_sums_that_contradict_each_other(files, right):
+    """Whichever of them the file has: nobody can tell which of the two the publisher meant."""
+    write_sums(files)
+    listed = files[0].parent / SUMS_NAME
+    beside = files[1].with_name(f"{files[1].name}.sha256")
+    good, bad = sum_of(files[1].read_bytes()), sum_of(b"others")
+    beside.write_text(good)
+    verify_checksums(files[0].parent, files)
+    if right == "list":
+        beside.write_text(bad)
+    else:
+        listed.write_text(listed.read_text().replace(good, bad))
+    with pytest.raises(CheckpointError, match="1 files should have .* is said in two ways") as raised:
+        verify_checksums(files[0].parent, files)
+    for part in (f"{files[1]}: ", f" by {SUMS_NAME}", f" by {beside.name}", good, bad):
+        assert part in str(raised.value)
+    assert str(files[0]) not in str(raised.value)
+
+
+def test_a_list_that_contradicts_a_links_name(tmp_path):
+    blob = tmp_path / sum_of(b"weights")
+    blob.write_bytes(b"weights")
+    link = tmp_path / "model.safetensors"
+    link.symlink_to(blob)
+    (tmp_path / SUMS_NAME).write_text(f"{sum_of(b'others')}  model.safetensors\n")
+    with pytest.raises(CheckpointError, match="by the name of the file that it links to"):
+        verify_checksums(tmp_path, [link])
+
+
 def test_a_list_that_is_none(files):
     (files[0].parent / SUMS_NAME).write_text("model-1.safetensors is fine\n")
     with pytest.raises(CheckpointError, match="line 1 is not a SHA-256 sum and a file name"):

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from glm_dcp_jax.config import ModelConfig, engine_config
-from glm_dcp_jax.convert.__main__ import main
+from glm_dcp_jax.convert.command import main
 from glm_dcp_jax.engine.blueprint import Blueprint
-from glm_dcp_jax.model.converted import MANIFEST, ConvertedCheckpoint, open_checkpoint
+from glm_dcp_jax.model.converted import ConvertedCheckpoint, open_checkpoint
 from glm_dcp_jax.model.load import _write, load_parameters
+from glm_dcp_jax.model.manifest import MANIFEST
 from glm_dcp_jax.model.restore import restore_parameters
 from glm_dcp_jax.model.safetensors_reader import Checkpoint, CheckpointError
 from glm_dcp_jax.model.stored_weights import NVFP4, PLAIN, StoredWeights
@@ -210,6 +211,41 @@ class TestDtypes:
         assert routers == {jnp.dtype("float32")}
 
 
+KV_A = "parts.layer_003.arrays.attention.kv_a"
+NORM, FILE = ("parts", "outside", "arrays", "norm"), ("parts", "outside", "files", 0)
+FORMAT = ("parts", "layer_003", "formats", "self_attn.kv_a_proj_with_mqa.weight")
+EDITS = [
+    (("version",), None, "1"),
+    (("version",), True, "1"),
+    (("made_by",), None, "text"),
+    (("tensor_parallel_size",), 0, "a whole number of at least 1"),
+    (("tensor_parallel_size",), "4", "a whole number of at least 1"),
+    (("enable_expert_parallel",), 0, "true or false"),
+    (("dtype",), "int8", "one of bfloat16, float16, float32"),
+    (("mtp_layer",), 13.0, "a layer's number or null"),
+    (("weights_id",), None, "text"),
+    (("parts",), None, "an object"),
+    (("parts", "outside"), [], "an object"),
+    (("parts", "outside", "arrays"), None, "an object"),
+    (("parts", "outside", "formats"), [1], "an object"),
+    (("parts", "outside", "files"), None, "a list of at least one file"),
+    (("parts", "outside", "files"), [], "a list of at least one file"),
+    (NORM, 3, "an object"),
+    ((*NORM, "weight"), None, "a list of whole numbers of at least 0"),
+    ((*NORM, "shape"), [160.0], "a list of whole numbers of at least 0"),
+    ((*NORM, "dtype"), None, "one of bfloat16, float16, float32, float8_e4m3fn, uint8"),
+    ((*NORM, "grain"), [1], "a list of two whole numbers of at least 1"),
+    ((*NORM, "grain"), [0, 1], "a list of two whole numbers of at least 1"),
+    ((*FORMAT, "kind"), "plain", "one of fp8, nvfp4"),
+    ((*FORMAT, "block"), None, "a list of two whole numbers of at least 1"),
+    ((*FILE, "path"), "../config.json", "a path in weights/"),
+    ((*FILE, "path"), "weights/../config.json", "a path in weights/"),
+    ((*FILE, "nbytes"), None, "a whole number of at least 0"),
+    ((*FILE, "sha256"), "abc", "64 hexadecimal digits"),
+]
+"""A field of a manifest, another value, and what it may be."""
+
+
 class TestDamage:
     def fails(self, directory: Path, *patterns: str, **settings) -> None:
         with pytest.raises(CheckpointError) as caught:
@@ -251,20 +287,72 @@ class TestDamage:
         self.rewrite(damaged, lambda manifest: manifest.update(version=2))
         self.fails(damaged, "has version 2", "reads up to 1", "update it")
 
+    @pytest.mark.parametrize(("field", "value", "allowed"), EDITS, ids=lambda each: str(each)[:40])
+    def test_a_field_that_cannot_be(self, damaged, field, value, allowed):
+        """The field, what it may be, and what it is."""
+        *path, last = field
+        self.rewrite(
+            damaged,
+            lambda manifest: functools.reduce(lambda at, key: at[key], path, manifest).update({last: value}),
+        )
+        name = ".".join(map(str, field)).replace(".0.", "[0].")
+        found = "..." if isinstance(value, dict) else repr(value)
+        self.fails(damaged, f"{MANIFEST} is not as it was written: {name} must be {allowed}, but is {found}")
+
     @pytest.mark.parametrize(
-        "change",
+        ("change", "said"),
         [
-            lambda manifest: manifest.update(version=None),
-            lambda manifest: manifest.pop("parts"),
-            lambda manifest: manifest.update(more=1),
-            lambda manifest: manifest["parts"]["outside"].pop("arrays"),
-            lambda manifest: manifest["parts"]["outside"]["arrays"].update(norm=3),
+            (lambda manifest: manifest.pop("parts"), "parts is missing; it must be an object"),
+            (lambda manifest: manifest.update(more=1), "more is unknown; known are made_by, "),
+            (lambda manifest: manifest["parts"]["outside"].pop("arrays"), "parts.outside.arrays is missing"),
+            (
+                lambda manifest: manifest["parts"]["outside"]["arrays"]["norm"].pop("grain"),
+                "parts.outside.arrays.norm.grain is missing; it must be a list of two whole numbers",
+            ),
         ],
-        ids=["version", "parts", "more", "arrays", "array"],
+        ids=["parts", "more", "arrays", "grain"],
     )
-    def test_a_manifest_that_is_none(self, damaged, change):
+    def test_fields_that_are_missing_or_unknown(self, damaged, change, said):
         self.rewrite(damaged, change)
-        self.fails(damaged, f"{MANIFEST} is not as it was written")
+        self.fails(damaged, f"{MANIFEST} is not as it was written: {said}")
+
+    @pytest.mark.parametrize("grain", [[32, 16], [8, 16], [144, 160], [1, 1]])
+    def test_a_grain_that_is_not_that_of_the_codes(self, damaged, grain):
+        self.array(damaged, "attention.kv_a.scales", grain=grain)
+        said = f"{KV_A}.scales: scales [9, 5] of grain {grain} are those of [{9 * grain[0]}, {5 * grain[1]}] weights"
+        self.fails(damaged, f"{said}, but there are codes of [144, 160]")
+
+    def test_a_grain_of_nvfp4(self, damaged):
+        self.array(damaged, "feed_forward.down.scales", grain=[1, 32])
+        self.fails(damaged, "scales [6, 160, 4] of grain [1, 32] are those of [6, 160, 128] weights")
+
+    def test_a_grain_of_what_is_no_scales(self, damaged):
+        self.array(damaged, "attention.kv_a.codes", grain=[2, 2])
+        self.fails(damaged, f"{KV_A}.codes.grain must be [1, 1], as it is no scales, but is [2, 2]")
+
+    @pytest.mark.parametrize(
+        ("fields", "said"),
+        [
+            ({"shape": [18, 10], "grain": [8, 16]}, "float32 [9, 5] instead of float32 [18, 10]"),
+            ({"dtype": "bfloat16"}, "float32 [9, 5] instead of bfloat16 [9, 5]"),
+        ],
+        ids=["shape", "dtype"],
+    )
+    def test_a_shape_that_is_not_the_arrays(self, damaged, fields, said):
+        """Though all of the manifest agrees with itself."""
+        self.array(damaged, "attention.kv_a.scales", **fields)
+        self.fails(damaged, f"contradicts {damaged}/weights/layer_003: attention.kv_a.scales is {said}")
+
+    def test_files_that_the_manifest_does_not_know(self, damaged):
+        file = self.file_of(damaged, "layer_004").relative_to(damaged).as_posix()
+
+        def forget(manifest: dict) -> None:
+            files = manifest["parts"]["layer_004"]["files"]
+            files[:] = [each for each in files if each["path"] != file]
+
+        self.rewrite(damaged, forget)
+        with pytest.raises(CheckpointError, match=f"{file} is there, but {MANIFEST} knows no such file"):
+            open_checkpoint(damaged).verify_checksums()
 
     def test_a_manifest_that_is_no_json(self, damaged):
         (damaged / MANIFEST).write_text("{")
@@ -286,6 +374,12 @@ class TestDamage:
         _, target = converted("odd_sizes", "--no-mtp")
         self.fails(target, "without the MTP layer 4", "without --no-mtp", **DRAFTS)
         assert len(load(target)) > 0
+
+    def array(self, directory: Path, name: str, **fields) -> None:
+        """Edits what the manifest says of one of layer 3's."""
+        self.rewrite(
+            directory, lambda manifest: manifest["parts"]["layer_003"]["arrays"][name].update(fields)
+        )
 
     def rewrite(self, directory: Path, change) -> None:
         manifest = json.loads((directory / MANIFEST).read_text())

@@ -19,7 +19,7 @@ prepare(2)
 import jax
 import jax.numpy as jnp
 from glm_dcp_jax.config import ModelConfig, ParallelConfig
-from glm_dcp_jax.convert.__main__ import main
+from glm_dcp_jax.convert.command import main
 from glm_dcp_jax.model.converted import open_checkpoint
 from glm_dcp_jax.model.network import abstract_network
 from glm_dcp_jax.model.restore import restore_parameters

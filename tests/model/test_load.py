@@ -193,6 +193,35 @@ class TestFiles:
             assert_same(plain, load(write_checkpoint(tmp_path / "carried", config, carried)))
         assert f"{left_out} tensors are not loaded" in caplog.text
 
+    @pytest.mark.parametrize(
+        "module",
+        ["", "k_proj.", "attn.", "kv_b_proj.", "kv_a_proj_with_mqa."],
+        ids=lambda module: module or "none",
+    )
+    def test_scales_of_a_quantised_cache_are_left_out_and_that_is_said(self, tmp_path, caplog, module):
+        config, tensors = make_model("one_dense")
+        plain = load(write_checkpoint(tmp_path / "plain", config, tensors))
+        scales = {
+            f"model.layers.{layer}.self_attn.{module}{letter}_scale": np.ones((), np.float32)
+            for layer in (0, 6)  # the MTP layer's, too
+            for letter in ("k", "v", "kv")
+        }
+        with caplog.at_level(logging.INFO, logger="glm_dcp_jax"):
+            assert_same(plain, load(write_checkpoint(tmp_path / "carried", config, tensors | scales)))
+        said = [record.getMessage() for record in caplog.records if "cache" in record.getMessage()]
+        assert said == [
+            "6 tensors are not loaded: 6 scales of a quantised KV cache, whose formats here have scales of their own "
+            f"({min(scales)})"
+        ]
+
+    def test_scales_that_no_cache_has_are_not(self, tmp_path):
+        config, tensors = make_model("single_layer")
+        odd = {
+            f"model.layers.0.mlp.{name}": np.ones(1, np.float32) for name in ("k_scale", "gate.bulk_scale")
+        }
+        with pytest.raises(CheckpointError, match="2 unexpected: model.layers.0.mlp"):
+            load(write_checkpoint(tmp_path, config, tensors | odd))
+
     def test_a_tied_head_is_the_embedding_whether_or_not_the_file_has_one(self, tmp_path):
         config = BASE_CONFIG | {"num_hidden_layers": 1, "tie_word_embeddings": True}
         tensors = make_tensors(config)

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from glm_dcp_jax import LLM
+from glm_dcp_jax.config import ConfigError
 from glm_dcp_jax.kernels import weights
 from glm_dcp_jax.model.safetensors_reader import Checkpoint, CheckpointError
 from glm_dcp_jax.model.stored_weights import NVFP4, PLAIN, StoredFormat, StoredWeights
@@ -17,6 +19,7 @@ from glm_dcp_jax.model.stored_weights import NVFP4, PLAIN, StoredFormat, StoredW
 sys.path.append(str(Path(__file__).parents[1] / "oracle"))
 
 import quantised_models
+from random_models import make_model, write_checkpoint
 
 NAME = "model.layers.3.self_attn.kv_a_proj_with_mqa.weight"
 QUANTISERS = {
@@ -119,6 +122,19 @@ def test_formats_are_decided_by_what_is_there_and_by_nothing_else(tmp_path):
     assert kinds[0] != kinds[1] and kinds[2] == frozenset()
 
 
+@pytest.mark.parametrize("how", QUANTISERS)
+def test_kinds_are_what_the_tensors_are(how, tmp_path):
+    tensors, _ = QUANTISERS[how](NAME, random_weight((32, 64)))
+    kind = "fp8" if how.startswith("fp8") else "nvfp4"
+    (tmp_path / "whole").mkdir()
+    assert stored_in(tmp_path / "whole", tensors | {"norm.weight": np.ones(3, np.float32)}).kinds == {
+        "plain",
+        kind,
+    }
+    unreadable = {name: tensor for name, tensor in tensors.items() if "scale" not in name}
+    assert stored_in(tmp_path, unreadable).kinds == {kind}, "what is wrong with it is said when it is loaded"
+
+
 def test_blocks_of_another_size_are_as_the_config_says(tmp_path):
     tensors, plain = quantised_models.fp8(NAME, random_weight((100, 90)), (48, 32))
     stored = stored_in(tmp_path, tensors, block=(48, 32))
@@ -142,6 +158,23 @@ class TestErrors:
         tensors[f"{NAME}_scale_inv"] = tensors[f"{NAME}_scale_inv"][:4]
         message = self.message(tmp_path, tensors)
         assert f"{NAME}_scale_inv is [4, 2]" in message and "has [5, 2] scales" in message
+
+    @pytest.mark.parametrize(("block", "rows"), [((64, 64), "[9, 4]"), ((1, 128), "[576, 2]")])
+    def test_scales_of_blocks_of_another_size(self, block, rows, tmp_path):
+        """Of compressed-tensors, whose block_structure says what their shape leaves open."""
+        tensors, _ = quantised_models.fp8(NAME, random_weight((576, 256)))
+        stored = stored_in(
+            tmp_path, {NAME: tensors[NAME], f"{NAME}_scale": tensors[f"{NAME}_scale_inv"]}, block=block
+        )
+        with pytest.raises(CheckpointError) as raised:
+            stored.check([NAME])
+        assert f"{NAME}_scale is [5, 2]" in str(raised.value)
+        assert f"in blocks of {list(block)} has {rows} scales" in str(raised.value)
+
+    def test_one_block_of_many(self, tmp_path):
+        tensors, _ = quantised_models.fp8(NAME, random_weight((576, 256)))
+        tensors[f"{NAME}_scale_inv"] = tensors[f"{NAME}_scale_inv"][:1, :1]
+        assert "is [1, 1], but" in self.message(tmp_path, tensors)
 
     @pytest.mark.parametrize("how", ["fp8", "modelopt", "compressed"])
     def test_codes_without_scales(self, how, tmp_path):
@@ -207,6 +240,24 @@ class TestErrors:
             ):
                 stored.read(NAME, part, (1, 16) if how == "modelopt" else (1, 1))
 
+    @pytest.mark.parametrize("code", [0x7F, 0xFF])
+    @pytest.mark.parametrize("part", ["codes", "values"])
+    @pytest.mark.parametrize("place", [(0, 0), (7, 399), (299, 5)])
+    def test_codes_that_are_no_number(self, code, part, place, tmp_path, monkeypatch):
+        """Named with the first place, counted in the tensor, by whoever reads it, and by nobody else."""
+        monkeypatch.setattr("glm_dcp_jax.model.stored_weights._LOOKED_AT", 1000)  # two rows and a half
+        tensors, plain = quantised_models.fp8(NAME, random_weight((300, 400)))
+        codes = tensors[NAME].view(np.uint8)
+        codes[place] = codes[299, 399] = code
+        stored = stored_in(tmp_path, tensors)
+        with pytest.raises(CheckpointError) as raised:
+            stored.read(NAME, part, (1, 1))
+        assert f"{NAME} holds the code 0x{code:02X} at [{place[0]}, {place[1]}]" in str(raised.value)
+        with pytest.raises(CheckpointError, match=r"at \[299, 399\], which is not a number"):
+            stored.read(NAME, part, (1, 1), (slice(20, 300), slice(6, 400)))
+        clean = (slice(1, 7), slice(1, 399))
+        np.testing.assert_array_equal(stored.read(NAME, "values", (1, 1), clean), plain[clean])
+
     @pytest.mark.parametrize("dtype", [np.uint8, np.int32, ml_dtypes.float8_e4m3fn])
     def test_integers_for_scales(self, dtype, tmp_path):
         """Exponents, perhaps; taken as numbers they would make other weights."""
@@ -231,3 +282,20 @@ class TestErrors:
         with pytest.raises(CheckpointError, match="and 2 more$") as raised:
             stored_in(tmp_path, tensors).check(tensors)
         assert str(raised.value).count("is stored as I8 with no scales") == 5
+
+
+@pytest.mark.parametrize(
+    ("section", "how", "said"),
+    [
+        (quantised_models.FP8_SECTION, None, "not quantised, though config.json says fp8"),
+        (quantised_models.FP8_SECTION, quantised_models.modelopt, "stored as NVFP4 and BF16"),
+        ({}, None, "the checkpoint is not quantised"),
+    ],
+    ids=["plain", "nvfp4", "no section"],
+)
+def test_an_engine_compares_what_is_asked_for_with_the_tensors(section, how, said, tmp_path):
+    config, tensors = make_model("single_layer")
+    written, _ = quantised_models.quantise(tensors, lambda name: how if "down_proj" in name else None)
+    directory = write_checkpoint(tmp_path, config | {"quantization_config": section}, written)
+    with pytest.raises(ConfigError, match=f"quantization fp8 was asked for, but .*{said}"):
+        LLM(str(directory), quantization="fp8")
