@@ -48,8 +48,8 @@ def restore_parameters(converted: ConvertedCheckpoint, shape: NetworkShape, mesh
     sizes, before anything is read, and parts that cannot be read.
     """
     leaves = leaves_on(mesh, shape)
+    check_parts(converted, shape, leaves)
     wanted = _wanted(shape, leaves)
-    _check(converted, shape, wanted)
     _say_what_is_cast(converted, wanted)
     whole: dict[int, jax.Array] = {}
     with progress("Loading weights", sum(leaf.nbytes for leaf in leaves)) as bar:
@@ -63,6 +63,11 @@ def restore_parameters(converted: ConvertedCheckpoint, shape: NetworkShape, mesh
                 bar.update(each.own.nbytes)
             del arrays, array
     return as_parameters(shape, [whole[id(leaf.variable)] for leaf in leaves])
+
+
+def check_parts(converted: ConvertedCheckpoint, shape: NetworkShape, leaves: Iterable[Leaf]) -> None:
+    """Raise CheckpointError naming what the checkpoint lacks, or holds in other sizes than these leaves need."""
+    _check(converted, shape, _wanted(shape, leaves))
 
 
 def _wanted(shape: NetworkShape, leaves: Iterable[Leaf]) -> dict[str, list[_Wanted]]:

@@ -6,8 +6,9 @@ from pathlib import Path
 from glm_dcp_jax.config import ConfigError, EngineConfig, ModelConfig
 from glm_dcp_jax.config.quantisation import Quantisation
 from glm_dcp_jax.engine.runner import stored_weights
-from glm_dcp_jax.model.converted import MANIFEST, ConvertedCheckpoint, open_checkpoint
+from glm_dcp_jax.model.converted import ConvertedCheckpoint, open_checkpoint
 from glm_dcp_jax.model.locate import ModelNotFound, locate_model
+from glm_dcp_jax.model.manifest import MANIFEST
 from glm_dcp_jax.model.safetensors_reader import INDEX_NAME, CheckpointError
 from glm_dcp_jax.model.stored_weights import WeightFormats
 from glm_dcp_jax.plan.assumed import assumed_formats

@@ -9,9 +9,9 @@ from jax.sharding import Mesh
 
 from glm_dcp_jax.config import ConfigError, EngineConfig, SpeculativeConfig
 from glm_dcp_jax.engine.blueprint import Blueprint
-from glm_dcp_jax.model import restore
 from glm_dcp_jax.model.converted import ConvertedCheckpoint
 from glm_dcp_jax.model.load import check_tensors, leaves_on
+from glm_dcp_jax.model.restore import check_parts
 from glm_dcp_jax.model.safetensors_reader import CheckpointError
 from glm_dcp_jax.model.stored_weights import StoredWeights
 from glm_dcp_jax.parallel.mesh import TENSOR_AXES
@@ -53,7 +53,7 @@ def check_weights(blueprint: Blueprint) -> None:
         if isinstance(weights, StoredWeights):
             check_tensors(weights, blueprint.model, shape, leaves)
         else:
-            restore._check(weights, shape, restore._wanted(shape, leaves))
+            check_parts(weights, shape, leaves)
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
 
