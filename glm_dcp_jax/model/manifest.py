@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from hashlib import file_digest
+from hashlib import file_digest, sha256
 from pathlib import Path, PurePosixPath
 from reprlib import repr as shortened
 from typing import Any, NamedTuple, TypeVar
@@ -19,6 +19,8 @@ MANIFEST = "glm_dcp_jax.json"
 WEIGHTS = "weights"
 VERSION = 1
 CONVERT_AGAIN = "convert the checkpoint again"
+_SEAL = "sha256"
+"""The field that holds `seal_of` all others: an edit may make sense and still be wrong."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,9 @@ class Manifest:
 
     def write(self, directory: Path) -> None:
         """Into a model directory."""
-        (directory / MANIFEST).write_text(json.dumps({"version": VERSION} | asdict(self), indent=1) + "\n")
+        fields = json.loads(json.dumps({"version": VERSION} | asdict(self)))
+        fields[_SEAL] = seal_of(fields)
+        (directory / MANIFEST).write_text(json.dumps(fields, indent=1) + "\n")
 
 
 class _Kind(NamedTuple):
@@ -150,11 +154,13 @@ _FIELDS: dict[type, dict[str, _Kind]] = {
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Raises CheckpointError for one of a later version, and names fields that cannot be or contradict others."""
+    """Raises CheckpointError for one of a later version or edited since, and names fields that cannot be."""
     try:
         given = read_json_object(path)
     except ConfigError as error:
         raise CheckpointError(f"{error}; {CONVERT_AGAIN}") from None
+    seal = given.pop(_SEAL, None)
+    sealed = seal_of(given)
     version = given.pop("version", None)
     if type(version) is int and version > VERSION:
         raise CheckpointError(
@@ -166,9 +172,18 @@ def read_manifest(path: Path) -> Manifest:
             raise ValueError(f"version must be {VERSION}, but is {shortened(version)}")
         fields = _checked(Manifest, given, "")
         parts = {name: _part(part, f"parts.{name}") for name, part in fields.pop("parts").items()}
+        if seal != sealed:
+            raise ValueError(
+                f"{_SEAL} is {shortened(seal)}, but its other fields have {sealed}: some were edited"
+            )
         return Manifest(**fields, parts=parts)
     except ValueError as error:
         raise CheckpointError(f"{path} is not as it was written: {error}; {CONVERT_AGAIN}") from None
+
+
+def seal_of(fields: Mapping[str, Any]) -> str:
+    """The checksum of a manifest's fields, however they are ordered and laid out."""
+    return sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def sha256_of(path: Path) -> str:

@@ -17,7 +17,7 @@ from glm_dcp_jax.convert.command import main
 from glm_dcp_jax.engine.blueprint import Blueprint
 from glm_dcp_jax.model.converted import ConvertedCheckpoint, open_checkpoint
 from glm_dcp_jax.model.load import _write, load_parameters
-from glm_dcp_jax.model.manifest import MANIFEST
+from glm_dcp_jax.model.manifest import MANIFEST, seal_of
 from glm_dcp_jax.model.restore import restore_parameters
 from glm_dcp_jax.model.safetensors_reader import Checkpoint, CheckpointError
 from glm_dcp_jax.model.stored_weights import NVFP4, PLAIN, StoredWeights
@@ -26,7 +26,7 @@ from glm_dcp_jax.transfer.fingerprint import model_id
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "oracle")]
 
-from manifest_edits import EDITS, KV_A
+from manifest_edits import EDITS, FORMAT, KV_A
 from quantised_models import CONFIG, MODELS, config_of, make_quantised, modelopt, quantise
 from random_models import CONFIGS, make_model, make_tensors, write_checkpoint
 
@@ -341,15 +341,28 @@ class TestDamage:
         self.fails(target, "without the MTP layer 4", "without --no-mtp", **DRAFTS)
         assert len(load(target)) > 0
 
+    def test_an_edit_that_makes_sense(self, damaged):
+        """Other blocks would be cut elsewhere for another number of devices, and nothing else would show it."""
+
+        def edit(manifest: dict) -> None:
+            manifest["parts"]["layer_003"]["formats"][FORMAT[-1]]["block"] = [64, 64]
+
+        self.rewrite(damaged, lambda manifest: None, seal=False)
+        assert open_checkpoint(damaged)
+        self.rewrite(damaged, edit, seal=False)
+        self.fails(damaged, MANIFEST, "some were edited", "convert the checkpoint again")
+
     def array(self, directory: Path, name: str, **fields) -> None:
         """Edits what the manifest says of one of layer 3's."""
         self.rewrite(
             directory, lambda manifest: manifest["parts"]["layer_003"]["arrays"][name].update(fields)
         )
 
-    def rewrite(self, directory: Path, change) -> None:
+    def rewrite(self, directory: Path, change, seal: bool = True) -> None:
         manifest = json.loads((directory / MANIFEST).read_text())
+        before = manifest.pop("sha256")
         change(manifest)
+        manifest["sha256"] = seal_of(manifest) if seal else before
         (directory / MANIFEST).write_text(json.dumps(manifest))
 
 
