@@ -191,10 +191,10 @@ class RecordsDecode(_OverRecords, Stationary):
 
 
 class BulkFlight(NamedTuple):
-    """ckv: the pool. packed: [G, n, width], own records of the group's layers. arrived: those of members so far."""
+    """ckv: the pool. packed: own records of each of the group's layers. arrived: those of members so far."""
 
     ckv: Array
-    packed: Array
+    packed: tuple[Shaped[Array, "n width"], ...]
     arrived: dict[int, Parts]
 
 
@@ -205,8 +205,9 @@ class BulkDecode(_OverRecords):
         self, plan: RecordsPlan, ckv: Shaped[Array, "layers slots width"], planes: Int[Array, " G"]
     ) -> BulkFlight:
         """Pack the records of all the group's layers, and exchange the Full layer's."""
-        with jax.named_scope("pack"):
-            packed = pack_records(ckv, planes, plan.union.mine[: plan.capacity.fast], self.settings.kernels)
+        mine = plan.union.mine[: plan.capacity.fast]
+        with jax.named_scope("pack"):  # one by one: out of a stack of them each would be copied
+            packed = tuple(self._packed(ckv, planes[member], mine) for member in range(planes.shape[0]))
         return BulkFlight(ckv, packed, {0: self._exchanged(packed[0], 0)})
 
     def attend(
@@ -229,7 +230,7 @@ class BulkDecode(_OverRecords):
         so this one begins when the all-reduce before the window is over.
         """
         coming = layer.member + 1
-        if kind != "ffn" or coming >= flight.packed.shape[0]:
+        if kind != "ffn" or coming >= len(flight.packed):
             return value, flight
         arriving = self._exchanged(flight.packed[coming], coming)
         value, landed = jax.lax.optimization_barrier((value, arriving))

@@ -28,6 +28,7 @@ def routed_experts(
 ) -> Float[Array, "T H"]:
     """sum_k weights[t, k] * down_e(silu(gate_e x) * up_e x) with e = expert_ids[t, k], in float32.
 
+    On GPUs each expert's product is rounded to x's dtype before they are summed in float32.
     gate_up: [E, 2, i, H], down: [E, H, i], or both stacked over the groups of a scan on one more leading axis, of which
     `group` is used. first_expert: the number of the first of these E experts; assignments to others count as nothing,
     which is how experts are split over ranks. Experts that no row chose are not read. Raises ValueError for arrays that

@@ -58,7 +58,7 @@ def down_cost(
         bytes_read=round(used * (code_bytes(form, dtype) + scale_bytes(form)))
         + assignments * (form.inputs * x_itemsize + _FLOAT32)
         + _plan_bytes(cut, assignments),
-        bytes_written=assignments * form.outputs * _FLOAT32,
+        bytes_written=assignments * form.outputs * x_itemsize,
         flops=round(tile_flops(cut.down, form, 1) * _used_tiles(cut, assignments, used)),
     )
 

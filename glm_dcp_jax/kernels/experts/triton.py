@@ -1,8 +1,8 @@
 """Routed experts as two Pallas-Triton kernels over tiles of assignments of one expert each.
 
 The first makes silu(gate) * up of a tile's rows, the second multiplies that by down and by the router's weights. A tile
-that the routing does not use exits before it reads anything. Both results lie by assignment, so that nothing is added
-up by several programs, and each row's few are summed by XLA.
+that the routing does not use exits before it reads anything. Both results lie by assignment, in x's dtype, so that
+nothing is added up by several programs, and each row's few are summed by XLA, in float32.
 """
 
 from collections.abc import Callable, Sequence
@@ -60,12 +60,13 @@ def routed_experts(
         out = pl.pallas_call(
             partial(_down, of=_Product(down, outer_form, cut.down, 1, interpret), part_blocks=part_blocks),
             grid=(part_blocks, cut.tiles),
-            out_shape=jax.ShapeDtypeStruct((rows * each, columns), jnp.float32),
+            out_shape=jax.ShapeDtypeStruct((rows * each, columns), x.dtype),
             interpret=interpret,
             compiler_params=plt.CompilerParams(num_warps=cut.down.warps, num_stages=cut.down.stages),
             name="experts_down",
         )(*routing, number.reshape(1), inner, factors, *weight_tiles.as_stored(down))
-        return jnp.sum(jnp.where(here, out, 0.0).reshape(rows, each, columns), axis=1)
+        own = jnp.where(here, out.astype(jnp.float32), 0.0)
+        return jnp.sum(own.reshape(rows, each, columns), axis=1)
 
     if cut.parts == 1:
         return part(jnp.zeros((), jnp.int32))
