@@ -71,6 +71,13 @@ def converted(name: str, folder: Path) -> tuple[Path, Path]:
     return source, target
 
 
+def test_its_progress_ends_where_it_says(tmp_path, devices, capsys):
+    """Though what is dequantised grows."""
+    devices(4)
+    converted("fp8", tmp_path)
+    assert "Converting weights: 100%" in capsys.readouterr().err
+
+
 def test_its_logits_are_the_originals(tmp_path, devices):
     """In the layout that it was made for; of the first layers, which are quicker compiled."""
     devices(4)

@@ -68,11 +68,15 @@ class Quantisation:
                 "since how weights are stored is read off the checkpoint"
             )
         if kinds is not None and not set(kinds) & set(_KINDS[asked]):
-            stored = " and ".join(_SAID[kind] for kind in sorted(kinds))
             raise ConfigError(
-                f"quantization {asked} was asked for, but the weights are stored as {stored}; leave it out, since how "
-                "weights are stored is read off the checkpoint"
+                f"quantization {asked} was asked for, but the weights are stored as {in_words(kinds)}; "
+                "leave it out, since how weights are stored is read off the checkpoint"
             )
+
+
+def in_words(kinds: Collection[str]) -> str:
+    """What weights are stored as."""
+    return " and ".join(_SAID[kind] for kind in sorted(kinds))
 
 
 def _by_producer(section: Mapping[str, Any]) -> str:

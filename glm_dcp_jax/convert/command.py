@@ -89,7 +89,7 @@ def _convert(flags: argparse.Namespace, parallel: ParallelConfig) -> str:
     )
     parts = conversion.parts_of(shape, make_mesh(parallel))
     conversion.check(stored, model, shape, parts)
-    nbytes = conversion.nbytes_of(parts)
+    nbytes = conversion.nbytes_of(stored, parts)
     check_space(target, nbytes)
     manifest = Manifest(
         made_by=f"glm-dcp-jax {__version__}",

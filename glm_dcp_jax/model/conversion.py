@@ -43,9 +43,9 @@ def parts_of(shape: NetworkShape, mesh: Mesh) -> Parts:
     return parts
 
 
-def nbytes_of(parts: Parts) -> int:
-    """Bytes of all arrays."""
-    return sum(leaf.nbytes for part in parts.values() for leaf in part.values())
+def nbytes_of(stored: StoredWeights, parts: Parts) -> int:
+    """Bytes of all arrays, as they are written."""
+    return sum(_exact(stored, leaf).nbytes for part in parts.values() for leaf in part.values())
 
 
 def check(stored: StoredWeights, config: ModelConfig, shape: NetworkShape, parts: Parts) -> None:

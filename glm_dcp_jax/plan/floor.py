@@ -16,10 +16,7 @@ from glm_dcp_jax.parallel.capacity import NEW_PER_ROW
 from glm_dcp_jax.plan.bytes_read import Bytes
 from glm_dcp_jax.plan.parts import INDEX_KEYS, RECORDS
 from glm_dcp_jax.plan.times import expected_experts
-from glm_dcp_jax.plan.weights import Leaf
-
-SECOND_COPY = "group_values"
-"""A leaf that path `queries` may read in place of another: counted by that one."""
+from glm_dcp_jax.plan.weights import SECOND_COPY, Leaf
 
 
 @dataclass(frozen=True)
@@ -90,7 +87,7 @@ class Floor:
         for leaf in leaves:
             nbytes = float(leaf.nbytes)
             if SECOND_COPY in leaf.keys:
-                continue
+                continue  # counted by the other
             if leaf.inner == "routed_experts":
                 used = expected_experts(all_rows, model.n_routed_experts, model.num_experts_per_tok)
                 nbytes *= used / model.n_routed_experts

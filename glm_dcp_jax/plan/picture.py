@@ -15,6 +15,7 @@ _COLOURS = {
     "shared_experts": "#6cc5b0",
     "dense": "#9c6b4e",
     "attention": "#3ca951",
+    "value_expansions": "#b5d99c",
     "indexer": "#97bbf5",
     "mtp": "#a463f2",
     "embedding": "#9498a0",

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from glm_dcp_jax.config import ConfigError, EngineConfig, ModelConfig
-from glm_dcp_jax.config.quantisation import Quantisation
+from glm_dcp_jax.config.quantisation import Quantisation, in_words
 from glm_dcp_jax.engine.runner import stored_weights
 from glm_dcp_jax.model.converted import ConvertedCheckpoint, open_checkpoint
 from glm_dcp_jax.model.locate import ModelNotFound, locate_model
@@ -73,7 +73,15 @@ def _stored(config: EngineConfig, model: ModelConfig, directory: Path) -> Planne
     stored = stored_weights(open_checkpoint(directory), model, replace(config, verify_checksums=False))
     if isinstance(stored, ConvertedCheckpoint):
         has_mtp = has_mtp and stored.manifest.mtp_layer == model.num_hidden_layers
-        return PlannedModel(config.model, model, stored, f"as its {MANIFEST} says", has_mtp=has_mtp)
+        return PlannedModel(
+            config.model, model, stored, f"{in_words(stored.kinds)}, as its {MANIFEST} says", has_mtp=has_mtp
+        )
     prefix = f"model.layers.{model.num_hidden_layers}."
     has_mtp = has_mtp and any(tensor.startswith(prefix) for tensor in stored.names())
-    return PlannedModel(config.model, model, stored, "as the headers of its files say", has_mtp=has_mtp)
+    return PlannedModel(
+        config.model,
+        model,
+        stored,
+        f"{in_words(stored.kinds)}, as the headers of its files say",
+        has_mtp=has_mtp,
+    )

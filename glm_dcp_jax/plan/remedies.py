@@ -144,7 +144,11 @@ def _more_gpus(case: Case, found: Capacity, also: str) -> Iterator[dict[str, Any
         answer = _answer(partial(case.on, more))
         if answer and answer.fits:
             dcp = answer.blueprint.layout.world
-            hosts = "" if count <= MAX_COUNT else f", on {-(-count // MAX_COUNT)} hosts"
+            hosts = (
+                ""
+                if count <= MAX_COUNT
+                else f", on {-(-count // MAX_COUNT)} hosts (which plans are not made for)"
+            )
             change = f"{also}{count}x{gpu}, with -tp {count} -dcp {dcp}{hosts}"
             yield _change(change, answer.weight_bytes, answer.usable_tokens)
             return

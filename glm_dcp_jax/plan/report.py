@@ -38,7 +38,7 @@ def answer(options: Options) -> dict[str, Any]:
         options.requests, _context(options, found), options.link, options.kernel_seconds, options.layers
     )
     decode, found = _decode(case, found, load, options.compile)
-    if not found.holds_step and (found.pages or found.weights_fit):
+    if not (found.weights_fit and found.holds_step):
         decode = {path: _without_times(figures) for path, figures in decode.items()}
     layers = options.layers if found.workspace is not None else None
     model = case.planned
@@ -56,6 +56,7 @@ def answer(options: Options) -> dict[str, Any]:
         "num_speculative_tokens": found.blueprint.drafts_each,
         "link": options.link._asdict(),
         "fits": fits,
+        "weights_fit": found.weights_fit,
         "why_not": None if fits else _why_not(found, counted),
         "what_would_fit": remedies(case, found),
         "parameters": {
@@ -67,7 +68,12 @@ def answer(options: Options) -> dict[str, Any]:
         },
         "kv_cache": found.cache(load.context),
         "memory_per_gpu": found.memory(),
-        "decode_step": {"requests": load.requests, "context": load.context, "layers_compiled": layers},
+        "decode_step": {
+            "requests": load.requests,
+            "context": load.context,
+            "shortened_from": None if load.context == _wanted_context(options, found) else CONTEXT,
+            "layers_compiled": layers,
+        },
         "decode": decode,
     }
 
@@ -115,11 +121,18 @@ def _context(options: Options, found: Capacity) -> int:
     whichever the cache holds if it holds any."""
     if options.context is not None:
         return options.context
-    context = min(CONTEXT, options.config.scheduler.max_model_len or found.model.max_position_embeddings)
+    context = _wanted_context(options, found)
     held = max(found.pages - 1, 0) // options.requests * found.blueprint.layout.virtual_block
     while held and context > held:
         context //= 2
     return max(context, 1 + found.blueprint.drafts_each)
+
+
+def _wanted_context(options: Options, found: Capacity) -> int:
+    """Whether or not the cache holds it."""
+    if options.context is not None:
+        return options.context
+    return min(CONTEXT, options.config.scheduler.max_model_len or found.model.max_position_embeddings)
 
 
 def _without_times(figures: dict[str, Any]) -> dict[str, Any]:
@@ -133,7 +146,8 @@ def _why_not(found: Capacity, counted: Parameters) -> str:
     loaded = counted.nbytes if found.blueprint.drafts_each else counted.trunk_nbytes
     there = f"{tp} x {target.memory_bytes / 1e9:.1f} GB"
     if loaded > tp * target.memory_bytes:
-        return f"weights of {loaded / 1e9:.0f} GB do not fit in {there}"
+        without = "" if loaded == counted.nbytes else " (the MTP layer, which nothing drafts with, left out)"
+        return f"weights of {loaded / 1e9:.0f} GB do not fit in {there}{without}"
     weights, workspace = found.weight_bytes / 1e9, found.needed_workspace / 1e9
     needed = f"weights take {weights:.1f} GB of each GPU, and steps {workspace:.1f} GB"
     allowed = f"of {target.memory_bytes / 1e9:.1f} GB {found.limit_bytes / 1e9:.1f} GB may be used"

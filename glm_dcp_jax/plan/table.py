@@ -68,7 +68,7 @@ def _memory(found: dict[str, Any]) -> str:
         lines.append(line("workspace", memory["workspace_estimate"], "estimated, nothing was compiled"))
     else:
         lines.append(line("workspace", memory["workspace"], "XLA's temporaries of the largest step"))
-    lines.append(line("free", memory["free"]))
+    lines.append(line("free", memory["free"], "not for the engine: see --gpu-memory-utilization"))
     return "\n".join(lines)
 
 
@@ -90,10 +90,14 @@ def _cache(found: dict[str, Any]) -> str:
 def _decode(found: dict[str, Any]) -> str:
     step = found["decode_step"]
     figures = list(found["decode"].values())
-    basis = figures[0]["basis"]
+    basis, link = figures[0]["basis"], found["link"]
+    reads = "bytes_read_by_part" in figures[0]
+    shortened = f"; the cache does not hold {step['shortened_from']:,}" if step["shortened_from"] else ""
     lines = [
-        f"A decode step of {step['requests']} x {step['context']:,} tokens, modelled ({basis})",
-        f"  {'path':<9}{'blocking':>9}{'hidden':>8}{'received':>12}{'read':>10}{'step':>10}  tokens/s: no draft, all",
+        f"A decode step of {step['requests']} x {step['context']:,} tokens, modelled ({basis}){shortened}",
+        f"  link of {link['bandwidth'] / _GB:g} GB/s and {link['latency'] * 1e6:g} us, {link['source']}",
+        f"  {'path':<9}{'blocking':>9}{'hidden':>8}{'received':>12}{'read' if reads else '':>10}{'step':>10}"
+        "  tokens/s: no draft, all",
     ]
     for path, each in found["decode"].items():
         speed = each["modelled_tokens_per_s"]
@@ -106,7 +110,8 @@ def _decode(found: dict[str, Any]) -> str:
                 f"{each['modelled_step_ms']:>7.2f} ms"
                 f"{speed['no_draft_accepted']:>12,.0f}{speed['all_drafts_accepted']:>10,.0f}"
                 if speed
-                else f"{'-':>10}  the cache does not hold it"
+                else f"{'-':>10}  "
+                + ("the cache does not hold it" if found["weights_fit"] else "it does not fit")
             )
         )
     return "\n".join(lines)

@@ -18,6 +18,7 @@ WEIGHT_PARTS = (
     "embedding",
     "head",
     "attention",
+    "value_expansions",
     "indexer",
     "dense",
     "routed_experts",
@@ -26,7 +27,8 @@ WEIGHT_PARTS = (
     "norms",
     "mtp",
 )
-"""The parts of a network that weights belong to; `mtp` is all of the MTP layer."""
+"""The parts of a network that weights belong to; `mtp` is all of the MTP layer. value_expansions: copies of all heads'
+of the DCP group, which path `queries` may project with first."""
 _MARKS = {
     ".indexer.": "indexer",
     ".self_attn.": "attention",
@@ -36,11 +38,13 @@ _MARKS = {
     ".mlp.": "dense",
 }
 _FLOAT32 = 4
+SECOND_COPY = "group_values"
+"""A leaf that path `queries` may read in place of another."""
 
 
 class Leaf(NamedTuple):
-    """One array of the parameters. keys: its path in the tree. inner: its part within the MTP layer, else `part`;
-    `join` is that layer's input projection.
+    """One array of the parameters. keys: its path in the tree. part: of WEIGHT_PARTS. inner: what it belongs to in a
+    layer, the MTP layer too, whose input projection is `join`.
 
     shape, nbytes: of one GPU's share. layers: of each group that it is stacked of.
     """
@@ -78,7 +82,7 @@ def leaves(shape: NetworkShape, axis_sizes: dict[str, int]) -> tuple[Leaf, ...]:
         source = variable.get_metadata("source")
         nbytes = math.prod(own) * np.dtype(variable.dtype).itemsize
         inner = _part(keys, source.names[0])
-        part = "mtp" if keys[0] == "mtp" else inner
+        part = "mtp" if keys[0] == "mtp" else "value_expansions" if SECOND_COPY in keys else inner
         found.append(Leaf(keys, part, inner, source, own, nbytes, shape.layers_of(path)))
     return tuple(found)
 

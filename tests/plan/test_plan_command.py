@@ -15,6 +15,7 @@ from glm_dcp_jax.plan.weights import WEIGHT_PARTS
 
 BUDGET = 3_426_112_942
 MTP3 = ("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 3}')
+NO_MTP = " (the MTP layer, which nothing drafts with, left out)"
 NVFP4_RECORDS = ("--kv-cache-dtype", "nvfp4_ds_mla")
 CPU_SECONDS = 10
 """For an answer by arithmetic; 2.8 s of one core were measured."""
@@ -105,7 +106,7 @@ def test_441_gb_do_not_fit_into_4_gpus_of_96_gib_and_what_would(plan):
         "--model", "glm-5.2-nvfp4", "--gpus", "4xRTX-PRO-6000", "-tp", "4", "-dcp", "4", *NVFP4_RECORDS
     )
     assert found["fits"] is False
-    assert found["why_not"] == "weights of 441 GB do not fit in 4 x 102.6 GB"
+    assert found["why_not"] == f"weights of 441 GB do not fit in 4 x 102.6 GB{NO_MTP}"
     changes = [each["change"] for each in found["what_would_fit"]]
     assert any(change.startswith("6xRTX-PRO-6000") for change in changes)
     assert any("of the 256 experts of each layer kept" in change for change in changes)
@@ -129,7 +130,7 @@ def test_what_would_fit_does(plan):
 
 def test_a_quantised_form_is_offered_in_place_of_a_plain_one(plan):
     found = plan("--model", "glm-5.2", "--gpus", "8xH200", "-dcp", "8")
-    assert found["why_not"] == "weights of 1487 GB do not fit in 8 x 150.8 GB"
+    assert found["why_not"] == f"weights of 1487 GB do not fit in 8 x 150.8 GB{NO_MTP}"
     fp8 = next(each for each in found["what_would_fit"] if "glm-5.2-fp8" in each["change"])
     assert fp8["weights_per_gpu"] == sum(
         plan("--model", "glm-5.2-fp8", "--gpus", "8xH200", "-dcp", "8")["memory_per_gpu"][part]
@@ -217,6 +218,7 @@ def test_the_context_that_plans_are_made_for_is_halved_until_it_fits(plan, reque
     found = plan(*flags)
     assert found["kv_cache"]["usable_tokens"] // requests >= context
     assert (found["decode_step"]["context"], found["fits"]) == (context, True)
+    assert found["decode_step"]["shortened_from"] == (None if context == 131_072 else 131_072)
     assert found["decode"]["queries"]["modelled_step_ms"] > 0
 
 
@@ -231,7 +233,8 @@ def test_the_table_is_narrow_and_says_what_is_modelled(run):
         text = run(*flags)
         assert max(map(len, text.splitlines())) <= WIDTH
         assert "modelled" in text and "none was measured" in text
-    assert "It does not fit: weights of 1487 GB do not fit in 4 x 102.6 GB." in text
+    assert "It does not fit: weights of 1487 GB do not fit in 4 x 102.6 GB (the MTP layer, which" in text
+    assert "link of 50 GB/s and 10 us, assumed" in text and text.count("-  it does not fit") == 3
 
 
 def test_a_gpu_of_ones_own_is_described_by_a_file(plan, tmp_path):

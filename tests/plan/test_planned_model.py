@@ -30,7 +30,7 @@ def config_alone(tmp_path: Path):
 
 def test_of_a_checkpoint_the_headers_count():
     planned = planned_model(engine_config(str(TINY)))
-    assert planned.note == "as the headers of its files say"
+    assert planned.note == "BF16, F16 or F32, as the headers of its files say"
     assert planned.has_mtp and not planned.weights.quantised
 
 
