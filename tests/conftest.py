@@ -46,6 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What lives as long as the run is no garbage: thousands of tests need not look through it."""
     gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 def pytest_report_header(config: pytest.Config) -> str:

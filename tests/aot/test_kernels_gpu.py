@@ -144,7 +144,22 @@ PROGRAMS = (
 DONATED = {"moves": 0, "selection": 0}
 
 
-@pytest.fixture(scope="module", params=[(gpu, name) for gpu in TARGETS for name in PROGRAMS], ids=" ".join)
+SLOW = {f"attention {name} of 4 rows" for name in ("bfloat16", "fp8_ds_mla")} | {
+    "attention nvfp4_ds_mla of 2 rows",
+    "attention nvfp4_ds_mla 16 heads",
+    "attention nvfp4_ds_mla fp8 rope 64 heads",
+}
+"""Between others in all that matters."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((gpu, name), marks=pytest.mark.slow if name in SLOW else [], id=f"{gpu} {name}")
+        for gpu in TARGETS
+        for name in PROGRAMS
+    ],
+)
 def compiled(request, absent_gpus) -> tuple[str, str, plan.Compiled]:
     """(gpu, program, what came of it)."""
     gpu, name = request.param

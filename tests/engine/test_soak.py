@@ -68,7 +68,7 @@ def test_any_order_of_events(drafting, alone, reference):
     run_state_machine_as_test(
         Events,
         settings=settings(
-            max_examples=5,
+            max_examples=4,
             stateful_step_count=25,
             deadline=None,
             derandomize=True,
@@ -77,7 +77,7 @@ def test_any_order_of_events(drafting, alone, reference):
             suppress_health_check=list(HealthCheck),
         ),
     )
-    assert sum(ended) > 20, f"outputs compared: {ended}"
+    assert sum(ended) > 15, f"outputs compared: {ended}"
     assert loaded.engine.stats().preemptions > 0
 
 

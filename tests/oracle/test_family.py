@@ -16,7 +16,6 @@ LENGTHS = (1, 7, 19, 45)
 LOGIT_TOLERANCE, HIDDEN_TOLERANCE = 2e-4, 3e-4
 MESHES = {
     "odd_sizes": ((6, 2),),
-    "five_heads": ((3, 1),),
     "single_layer": ((2, 1),),
 }
 
@@ -52,7 +51,7 @@ SLOW_MESHES = {
     "explicit_lists": ((3, 3),),
     "half_split_indexer": ((8, 8),),
     "expert_groups": ((4, 2),),
-    "five_heads": ((6, 6),),
+    "five_heads": ((3, 1), (6, 6)),
     "equal_groups": ((1, 1), (7, 7)),
     "lone_full_end": ((4, 4),),
     "pattern_string": ((2, 2),),

@@ -46,7 +46,7 @@ QUICK_FACTORS = FACTORS | {
 """What the default run takes its cases from; other values occur in the slow run, and in tests beside this one."""
 INSIDE_EVERY = len(FACTORS["inside"])
 """A case of the default run looks inside every third prompt, from one of these on; it generates from all."""
-ALONE = 2
+ALONE = 1
 """Cases of the default run on one device, where paths that exchange have nothing to do."""
 LAYOUT = ("model", "mesh", "interleave", "block_size", "chunk")
 

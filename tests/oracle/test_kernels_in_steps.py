@@ -28,8 +28,8 @@ def interpreted(monkeypatch):
 @pytest.mark.parametrize(
     ("tp", "dcp", "prefill_path"),
     [
-        (4, 2, "context"),
-        pytest.param(2, 2, "queries", marks=pytest.mark.slow),
+        pytest.param(4, 2, "context", marks=pytest.mark.slow),
+        (2, 2, "queries"),
         pytest.param(1, 1, "context", marks=pytest.mark.slow),
         pytest.param(4, 4, "queries", marks=pytest.mark.slow),
     ],

@@ -48,7 +48,8 @@ class Server:
 @pytest.fixture(scope="module")
 def server(devices) -> Iterator[Server]:
     devices(4)
-    running = Server("--api-key", "secret", "-tp", "4", "-dcp", "4")
+    few_programs = ("--max-num-seqs", "4", "--precompile-bs-paddings", "4")
+    running = Server("--api-key", "secret", "-tp", "4", "-dcp", "4", *few_programs)
     yield running
     assert running.process.poll() is None, "the server died"
     assert running.stop() == 0

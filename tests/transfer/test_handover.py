@@ -60,6 +60,7 @@ def one_for(models) -> Callable[[Pair], EngineHere]:
     return one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IN_THIS_ONE)
 def test_a_walk_in_this_process(name, models, one_for):
     pair, one = PAIRS[name], one_for(PAIRS[name])
