@@ -10,6 +10,8 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from glm_dcp_jax.engine.structured_outputs import StructuredOutputs
 
+_WHITESPACE = r"[ \t\r\n]{1,64}"
+"""Enough to indent any JSON, and not without end: small models like to go on with blanks."""
 TEXT = r"/(?s:.*)/"
 """Any text. Tokens that no text is cut into are not in it."""
 
@@ -74,10 +76,9 @@ def marked(literal: str, added_tokens: Mapping[str, int]) -> str:
 
 def whitespace(wanted: StructuredOutputs) -> dict[str, Any]:
     """llguidance's options for what may be between the parts of JSON."""
-    options: dict[str, Any] = {"whitespace_flexible": not wanted.disable_any_whitespace}
-    if wanted.whitespace_pattern is not None:
-        options["whitespace_pattern"] = wanted.whitespace_pattern
-    return options
+    if wanted.disable_any_whitespace:
+        return {"whitespace_flexible": False}
+    return {"whitespace_pattern": wanted.whitespace_pattern or _WHITESPACE}
 
 
 def json_rule(schema: Any, options: Mapping[str, Any]) -> str:

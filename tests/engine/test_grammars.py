@@ -77,6 +77,8 @@ INTEGER = {"type": "object", "properties": {"a": {"type": "integer"}}, "required
         ({"json": INTEGER}, '{"a": 12}', True, True),
         ({"json": json.dumps(INTEGER)}, '{\n "a":12', True, False),
         ({"json": INTEGER}, '{"b', False, False),
+        ({"json": INTEGER}, "{" + 64 * " " + '"a":1}', True, True),
+        ({"json": INTEGER}, "{" + 65 * " " + '"a":1}', False, False),
         ({"json": INTEGER, "disable_any_whitespace": True}, '{"a":12}', True, True),
         ({"json": INTEGER, "disable_any_whitespace": True}, '{"a": 12}', False, False),
         ({"json": INTEGER, "whitespace_pattern": "~"}, '{~"a":~12}', True, True),
