@@ -65,19 +65,20 @@ class ChatTemplate:
 
     def reads(self, variable: str) -> bool:
         """Whether it looks at a variable at all."""
-        return variable in jinja2.meta.find_undeclared_variables(self._tree)
+        return variable in self._variables
 
     def knows(self, value: str) -> bool:
         """Whether a string stands in its code, so that it may be compared with a variable."""
         return value in self._strings
 
     @cached_property
-    def _tree(self) -> jinja2.nodes.Template:
-        return _ENVIRONMENT.parse(self._source)
+    def _variables(self) -> set[str]:
+        return jinja2.meta.find_undeclared_variables(_ENVIRONMENT.parse(self._source))
 
     @cached_property
     def _strings(self) -> frozenset[str]:
-        constants = (constant.value for constant in self._tree.find_all(jinja2.nodes.Const))
+        tree = _ENVIRONMENT.parse(self._source)
+        constants = (constant.value for constant in tree.find_all(jinja2.nodes.Const))
         return frozenset(value for value in constants if isinstance(value, str))
 
 

@@ -177,7 +177,6 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
     """Raise ParameterError for a token id that the model does not have, wherever it is named."""
     named: dict[str, Collection[int]] = {
         "stop_token_ids": params.stop_token_ids or (),
-        "marked_token_ids": params.marked_token_ids or (),
         "allowed_token_ids": params.allowed_token_ids or (),
         "logit_bias": [int(token) for token in params.logit_bias or ()],
     }

@@ -20,7 +20,7 @@ from glm_dcp_jax.serve.limits import check_logprobs, output_budget
 from glm_dcp_jax.serve.logprobs import chat_logprobs, prompt_logprobs_body
 from glm_dcp_jax.serve.protocol import ChatRequest
 from glm_dcp_jax.serve.request_names import Names, names_of
-from glm_dcp_jax.serve.turns import NOTHING, Reading, Turns
+from glm_dcp_jax.serve.turns import NOTHING, Reading, Turns, delta_bodies
 
 router = APIRouter()
 
@@ -64,7 +64,7 @@ class Chat:
         [output] = await complete(self._context, [work], turns.see)
         usage.see(0, output)
         choices = [
-            self._choice(delta, {"message": turns[delta.choice.index].message}, turns)
+            self._choice(delta, {"message": turns.message(delta.choice.index)}, turns)
             for delta in whole_deltas(0, output)
         ]
         answer: dict[str, Any] = {**self._head, "choices": choices, "usage": usage.body()}
@@ -86,7 +86,7 @@ class Chat:
                     continue
                 if delta.first:
                     yield self._plain_chunk(delta, {"role": "assistant", "content": ""})
-                said = turn.read(delta.choice)
+                said = delta_bodies(turn.read(delta.choice))
                 if not (said or every_token or delta.choice.finished or turn.done):
                     continue
                 *before, last = said or [NOTHING]

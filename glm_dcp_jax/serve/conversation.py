@@ -68,7 +68,7 @@ def _arguments(value: Any) -> dict[str, Any] | str:
     return said if isinstance(said, dict) else value
 
 
-def known_tool_choice(value: Any) -> str:
+def _tool_choice(value: Any) -> str:
     """Whether tools may be called. Raises ValueError for a call that must be made."""
     if value in ("auto", "none"):
         return str(value)
@@ -143,6 +143,10 @@ class Conversation(Request):
     tools: list[Annotated[dict[str, Any], PlainValidator(_tool, json_schema_input_type=dict[str, Any])]] = (
         Field([], max_length=MOST_TOOLS)
     )
+    tool_choice: Annotated[
+        Literal["none", "auto"],
+        PlainValidator(_tool_choice, json_schema_input_type=Literal["none", "auto"]),
+    ] = "auto"
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
@@ -166,5 +170,5 @@ class Conversation(Request):
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
-        """The tools that the model is told of."""
-        return self.tools
+        """The tools that the model is told of, and may call."""
+        return self.tools if self.tool_choice == "auto" else []

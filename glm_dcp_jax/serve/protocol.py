@@ -1,14 +1,14 @@
 """The bodies of requests, as OpenAI and vLLM name their fields. Ranges are SamplingParams' to check."""
 
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator, StrictFloat, StrictInt, model_validator
 
 from glm_dcp_jax.config import SamplingDefaults
 from glm_dcp_jax.engine.sampling_params import ParameterError, SamplingParams
 from glm_dcp_jax.serve.body import Body, Request, refuse
-from glm_dcp_jax.serve.conversation import Conversation, Message, known_tool_choice
+from glm_dcp_jax.serve.conversation import Conversation, Message
 from glm_dcp_jax.serve.errors import ApiError
 
 Prompt = str | list[int]
@@ -214,17 +214,8 @@ class ChatRequest(GenerationRequest, Conversation):
     logprobs: bool = False
     top_logprobs: StrictInt | None = None
     add_special_tokens: bool = False
-    tool_choice: Annotated[
-        Literal["none", "auto"],
-        PlainValidator(known_tool_choice, json_schema_input_type=Literal["none", "auto"]),
-    ] = "auto"
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
-
-    @property
-    def offered_tools(self) -> list[dict[str, Any]]:
-        """The tools that the model may call."""
-        return self.tools if self.tool_choice == "auto" else []
 
 
 class ReleaseRequest(Body):

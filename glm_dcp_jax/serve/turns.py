@@ -63,32 +63,29 @@ class Turn:
 
     def __init__(self, parser: TurnParser | None, reading: Reading) -> None:
         self._parser, self._reading = parser, reading
-        self._parts: list[Part] = []
         self.done = False
         """Whether what was read is all that is wanted, whatever still comes."""
 
-    def read(self, new: CompletionOutput) -> list[dict[str, Any]]:
-        """`delta`s of what is new in the output."""
+    def read(self, new: CompletionOutput) -> list[Part]:
+        """What is new in the output, as far as it is to be shown."""
         if self.done:
             return []
         if self._parser is None:
-            parts: list[Part] = [Content(new.text)]
-        else:
-            parts = self._parser.feed(new.text, new.marks)
-            self.done = self._parser.done
-            if new.finished:
-                parts += self._parser.finish()
-        shown = [part for part in parts if self._reading.shows_reasoning or not isinstance(part, Reasoning)]
-        self._parts += shown
-        return [_delta(list(parts)) for _, parts in groupby(shown, _place)]
+            return [Content(new.text)]
+        parts = self._parser.feed(new.text, new.marks)
+        self.done = self._parser.done
+        if new.finished:
+            parts += self._parser.finish()
+        if self._reading.shows_reasoning:
+            return parts
+        return [part for part in parts if not isinstance(part, Reasoning)]
 
-    @property
-    def message(self) -> dict[str, Any]:
-        """`message` of all that was read."""
-        said = "".join(part.text for part in self._parts if isinstance(part, Content))
-        thought = "".join(part.text for part in self._parts if isinstance(part, Reasoning))
+    def message(self, parts: Sequence[Part]) -> dict[str, Any]:
+        """`message` of all parts that were read."""
+        said = "".join(part.text for part in parts if isinstance(part, Content))
+        thought = "".join(part.text for part in parts if isinstance(part, Reasoning))
         calls: list[dict[str, Any]] = []
-        for part in self._parts:
+        for part in parts:
             if isinstance(part, CallStart):
                 calls.append(_call_head(part))
             elif isinstance(part, CallArguments):
@@ -96,7 +93,7 @@ class Turn:
         message: dict[str, Any] = {"role": "assistant", "content": said or (None if calls or thought else "")}
         if self._reading.has_reasoning:
             message |= {"reasoning": thought or None, "reasoning_content": thought or None}
-        return {**message, "tool_calls": [_without_index(call) for call in calls]} if calls else message
+        return {**message, "tool_calls": calls} if calls else message
 
     def finish_reason(self, choice: CompletionOutput) -> str | None:
         """Why it ended: for calls if it made some, and came to its end by itself."""
@@ -113,6 +110,7 @@ class Turns(list[Turn]):
     def __init__(self, turns: list[Turn]) -> None:
         super().__init__(turns)
         self._cursors = [Cursor() for _ in turns]
+        self._parts: list[list[Part]] = [[] for _ in turns]
 
     @property
     def done(self) -> bool:
@@ -120,41 +118,43 @@ class Turns(list[Turn]):
         return all(turn.done for turn in self)
 
     def see(self, output: RequestOutput) -> bool:
-        """Read what is new in an output; whether that is enough."""
+        """Read and keep what is new in an output; whether that is enough."""
         for choice in output.outputs:
             cursor = self._cursors[choice.index]
             if not cursor.finished:
-                self[choice.index].read(cursor.advance(choice))
+                self._parts[choice.index] += self[choice.index].read(cursor.advance(choice))
         return self.done
 
+    def message(self, index: int) -> dict[str, Any]:
+        """`message` of a turn, of what was kept."""
+        return self[index].message(self._parts[index])
 
-def _place(part: Part) -> tuple[type[Part], int]:
-    """What stands in one `delta`: the pieces of a text, or of a call's arguments."""
+
+def delta_bodies(parts: Sequence[Part]) -> list[dict[str, Any]]:
+    """`delta`s of parts, each with one kind of them."""
+    return [_delta(list(alike)) for _, alike in groupby(parts, _kind)]
+
+
+def _kind(part: Part) -> tuple[type[Part], int]:
     return type(part), part.index if isinstance(part, CallStart | CallArguments) else 0
 
 
 def _delta(parts: list[Part]) -> dict[str, Any]:
-    match first := parts[0]:
-        case CallStart():
-            return {"tool_calls": [_call_head(first)]}
-        case CallArguments():
-            text = "".join(part.text for part in parts if isinstance(part, CallArguments))
-            return {"tool_calls": [{"index": first.index, "function": {"arguments": text}}]}
-        case Reasoning():
-            text = "".join(part.text for part in parts if isinstance(part, Reasoning))
-            return {"reasoning": text, "reasoning_content": text}
-        case Content():
-            return {"content": "".join(part.text for part in parts if isinstance(part, Content))}
+    """parts: of one kind."""
+    first = parts[0]
+    if isinstance(first, CallStart):
+        return {"tool_calls": [{"index": first.index, **_call_head(first)}]}
+    text = "".join(part.text for part in parts if not isinstance(part, CallStart))
+    if isinstance(first, CallArguments):
+        return {"tool_calls": [{"index": first.index, "function": {"arguments": text}}]}
+    return (
+        {"reasoning": text, "reasoning_content": text} if isinstance(first, Reasoning) else {"content": text}
+    )
 
 
 def _call_head(start: CallStart) -> dict[str, Any]:
     return {
-        "index": start.index,
         "id": f"call_{uuid.uuid4().hex[:24]}",
         "type": "function",
         "function": {"name": start.name, "arguments": ""},
     }
-
-
-def _without_index(call: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in call.items() if name != "index"}

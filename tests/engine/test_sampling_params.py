@@ -179,7 +179,7 @@ def test_what_sampling_must_do_for_them(wanted, changes, history, filters):
     assert (params.changes_logits, params.needs_history, params.filtered) == (changes, history, filters)
 
 
-@pytest.mark.parametrize("field", ["stop_token_ids", "marked_token_ids", "allowed_token_ids", "logit_bias"])
+@pytest.mark.parametrize("field", ["stop_token_ids", "allowed_token_ids", "logit_bias"])
 def test_tokens_must_be_in_the_vocabulary_where_that_is_known(field):
     wrap = (lambda token: {token: 1.0}) if field == "logit_bias" else (lambda token: [0, token])
     check_vocabulary(SamplingParams(**{field: wrap(99)}), 100)

@@ -31,6 +31,7 @@ class TestPrompt:
         ]
         prompt = await self.prompt(client_of, turns, tools=[FIND])
         assert json.dumps(FIND) in prompt
+        assert json.dumps(FIND) not in await self.prompt(client_of, turns, tools=[FIND], tool_choice="none")
         assert prompt.endswith(
             "<|user|>Hi<|assistant|><think>hm</think>"
             "<tool_call>find<arg_key>text</arg_key><arg_value>é</arg_value></tool_call>"

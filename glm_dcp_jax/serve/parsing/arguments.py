@@ -46,47 +46,46 @@ class ArgumentsWriter:
 
 
 class _Value:
+    """start: what comes before it in the JSON text. types: what it may be."""
+
     def __init__(self, start: str, types: Types) -> None:
         self._start = start
-        self._types = types
-        self._held: str | None = ""
-        """The text, as long as it may turn out to be other than a string; None from then on."""
+        self._others = frozenset() if types is None else types & _AMBIGUOUS
+        self._may_be_any = types is None or "string" not in types
+        self._waits = self._may_be_any
+        """Whether only its end will tell what it is."""
+        self._held: list[str] | None = []
+        """Its text, as long as it may turn out to be other than a string; None from then on."""
 
     def take(self, piece: str) -> str:
         if self._held is None:
             return _inside_quotes(piece)
-        self._held += piece
-        if self._undecided(self._held):
+        self._held.append(piece)
+        if self._waits or self._undecided("".join(self._held).strip(_BLANKS)):
             return ""
-        text, self._held = self._held, None
+        text, self._held = "".join(self._held), None
         return f'{self._start}"{_inside_quotes(text)}'
 
     def end(self) -> str:
         if self._held is None:
             return '"'
-        plain = self._held.strip(_BLANKS)
-        return self._start + (plain if self._is_json(plain) else f'"{_inside_quotes(self._held)}"')
+        text = "".join(self._held)
+        plain = text.strip(_BLANKS)
+        return self._start + (plain if self._is_json(plain) else f'"{_inside_quotes(text)}"')
 
-    def _undecided(self, text: str) -> bool:
-        if self._types is None or "string" not in self._types:
-            return True
-        start = text.strip(_BLANKS)
-        if not start:
-            return not _AMBIGUOUS.isdisjoint(self._types)
-        return (
-            (start[0] == "[" and "array" in self._types)
-            or (start[0] == "{" and "object" in self._types)
-            or ("null" in self._types and "null".startswith(start))
-        )
+    def _undecided(self, begun: str) -> bool:
+        """begun: the text so far, without blanks around it."""
+        if not begun:
+            return bool(self._others)
+        self._waits = {"[": "array", "{": "object"}.get(begun[0]) in self._others
+        return self._waits or ("null" in self._others and "null".startswith(begun))
 
     def _is_json(self, text: str) -> bool:
         try:
             kind = type_name(json.loads(text, parse_constant=_refuse))
         except (ValueError, RecursionError):
             return False
-        if self._types is None or "string" not in self._types:
-            return True
-        return kind in self._types & _AMBIGUOUS
+        return self._may_be_any or kind in self._others
 
 
 def _inside_quotes(text: str) -> str:

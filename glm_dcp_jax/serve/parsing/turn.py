@@ -80,7 +80,7 @@ class TurnParser:
         self._one_call = one_call
         self._thinks = in_reasoning
         self._within = _Within.SPEECH
-        self._blanks: str | None = ""
+        self._blanks: list[str] | None = []
         """Blanks that a stretch of speech began with; None once something else was said in it."""
         self._name = self._key = ""
         self._arguments: ArgumentsWriter | None = None
@@ -106,7 +106,7 @@ class TurnParser:
             elif self._within is not _Within.SPEECH:
                 self._end_call()
             elif self._blanks and not self._thinks and not self.calls:
-                self._say(self._blanks)
+                self._say("".join(self._blanks))
             self.done = True
         return parts + self._drain()
 
@@ -187,11 +187,10 @@ class TurnParser:
 
     def _speak(self, text: str) -> None:
         if self._blanks is not None:
-            text = self._blanks + text
-            if not text.strip():
-                self._blanks = text
+            self._blanks.append(text)
+            if text.isspace():
                 return
-            self._blanks = None
+            text, self._blanks = "".join(self._blanks), None
         self._say(text)
 
     def _say(self, text: str) -> None:
@@ -199,7 +198,7 @@ class TurnParser:
 
     def _listen(self, thinks: bool) -> None:
         """Speech may begin."""
-        self._within, self._thinks, self._blanks = _Within.SPEECH, thinks, ""
+        self._within, self._thinks, self._blanks = _Within.SPEECH, thinks, []
         self._key = ""
 
     def _take_back_call(self) -> None:
