@@ -63,8 +63,8 @@ class _Within(Enum):
 class TurnParser:
     """Parts of one turn, from its text and marks. They are the same, joined, however the turn was cut into pieces.
 
-    `<think>` and `</think>` part reasoning from content where nothing has been said yet; elsewhere they are text, as
-    all tags are where they mean nothing. `<tool_call>` ends reasoning. What follows it is text after all if it is no
+    `<think>` begins reasoning where nothing has been said yet, in the turn or behind a call. `</think>` ends it, and so
+    does `<tool_call>`. Tags are text where they mean nothing, except ends of nothing before anything was said. What follows it is text after all if it is no
     tool's name. Blanks alone, before and after calls and as reasoning, are nothing.
 
     A call without its end gets one where the next call begins or the turn ends, a value where the call ends. What is in
