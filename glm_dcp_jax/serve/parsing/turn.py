@@ -64,8 +64,8 @@ class TurnParser:
     """Parts of one turn, from its text and marks. They are the same, joined, however the turn was cut into pieces.
 
     `<think>` begins reasoning where nothing has been said yet, in the turn or behind a call. `</think>` ends it, and so
-    does `<tool_call>`. Tags are text where they mean nothing, except ends of nothing before anything was said. What follows it is text after all if it is no
-    tool's name. Blanks alone, before and after calls and as reasoning, are nothing.
+    does `<tool_call>`; what follows that is text after all if it is no name. Tags are text where they mean nothing,
+    except ends of nothing before anything was said. Blanks alone, beside calls and as reasoning, are nothing.
 
     A call without its end gets one where the next call begins or the turn ends, a value where the call ends. What is in
     a call beside its name, keys and values is left out.
