@@ -23,7 +23,8 @@ def test_a_local_task_is_scored(url, model, kind, tmp_path):
     described = (TASK / "sums.yaml").read_text().replace("DATA", str(TASK / "sums.jsonl"))
     (tasks / "sums.yaml").write_text(described)
     path = "completions" if kind == "local-completions" else "chat/completions"
-    arguments = f"model={model},base_url={url}/v1/{path},num_concurrent=2,tokenizer_backend=None,tokenized_requests=False"
+    arguments = f"model={model},base_url={url}/v1/{path},num_concurrent=2"
+    arguments += ",tokenizer_backend=None,tokenized_requests=False"
     command = [
         sys.executable,
         "-m",
