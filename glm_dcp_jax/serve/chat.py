@@ -120,6 +120,7 @@ class Chat:
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             detokenize=True,
             marked_token_ids=self._reading.marked_token_ids,
+            structured_outputs=self._reading.structured(prompt),
         )
         return Work(
             self._names.engine,
@@ -129,7 +130,7 @@ class Chat:
             self._handover,
             body.priority,
             body.cache_salt,
-            body.structured_by,
+            self._reading.structured_by,
         )
 
     def _plain_chunk(self, delta: Delta, said: dict[str, Any]) -> dict[str, Any]:

@@ -68,13 +68,27 @@ def _arguments(value: Any) -> dict[str, Any] | str:
     return said if isinstance(said, dict) else value
 
 
-def _tool_choice(value: Any) -> str:
-    """Whether tools may be called. Raises ValueError for a call that must be made."""
-    if value in ("auto", "none"):
-        return str(value)
-    raise ValueError(
-        "is not supported by this server unless it is auto or none: it cannot force the model to call a tool"
-    )
+class NamedTool(Body):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: "ToolName"
+
+
+class ToolName(Body):
+    """Which tool."""
+
+    name: str
+
+
+def _tool_choice(value: Any) -> "str | NamedTool":
+    """Whether tools may be called, or must be."""
+    if isinstance(value, NamedTool) or (isinstance(value, str) and value in ("auto", "none", "required")):
+        return value
+    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+    if isinstance(function, dict) and isinstance(function.get("name"), str):
+        return NamedTool.model_validate(value)
+    raise ValueError('must be none, auto, required or {"type": "function", "function": {"name": ...}}')
 
 
 class CalledFunction(Body):
@@ -144,8 +158,8 @@ class Conversation(Request):
         Field([], max_length=MOST_TOOLS)
     )
     tool_choice: Annotated[
-        Literal["none", "auto"],
-        PlainValidator(_tool_choice, json_schema_input_type=Literal["none", "auto"]),
+        str | NamedTool,
+        PlainValidator(_tool_choice, json_schema_input_type=Literal["none", "auto", "required"] | NamedTool),
     ] = "auto"
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
@@ -168,7 +182,25 @@ class Conversation(Request):
             raise refuse("tools", f"must be at most {MOST_TOOL_BYTES} bytes of JSON, but are {size}")
         return self
 
+    @model_validator(mode="after")
+    def _choice_among_tools(self) -> "Conversation":
+        if self.tool_choice in ("auto", "none"):
+            return self
+        if not self.tools:
+            raise refuse("tool_choice", "forces a call, but there are no tools")
+        if not self.forced_tools:
+            raise refuse("tool_choice", "names a function that is not among tools")
+        return self
+
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
-        """The tools that the model is told of, and may call."""
-        return self.tools if self.tool_choice == "auto" else []
+        """The tools that the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def forced_tools(self) -> list[dict[str, Any]]:
+        """The tools of which one must be called; none if none must be."""
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool):
+            return [tool for tool in self.tools if tool["function"]["name"] == choice.function.name]
+        return self.tools if choice == "required" else []

@@ -136,6 +136,11 @@ class GenerationRequest(Request):
         return self
 
     @property
+    def structured(self) -> StructuredOutputs | None:
+        """What the output must look like."""
+        return self._structured
+
+    @property
     def structured_by(self) -> str:
         """The field that asks for structured outputs; empty if none does."""
         return self._structured_by
@@ -166,8 +171,9 @@ class GenerationRequest(Request):
         logprobs: int | None,
         detokenize: bool,
         marked_token_ids: Sequence[int] = (),
+        structured_outputs: StructuredOutputs | None = None,
     ) -> SamplingParams:
-        """defaults: for fields left open. marked_token_ids: as in SamplingParams.
+        """defaults: for fields left open. marked_token_ids, structured_outputs: as in SamplingParams.
 
         Raises ApiError 400 for a value out of range.
         """
@@ -184,7 +190,7 @@ class GenerationRequest(Request):
                 include_stop_str_in_output=self.include_stop_str_in_output,
                 skip_special_tokens=self.skip_special_tokens,
                 detokenize=detokenize,
-                structured_outputs=self._structured,
+                structured_outputs=structured_outputs,
                 marked_token_ids=list(marked_token_ids),
                 extra_args={"kv_transfer_params": self.kv_transfer_params}
                 if self.kv_transfer_params

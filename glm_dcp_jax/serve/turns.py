@@ -2,16 +2,20 @@
 
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 from glm_dcp_jax.engine.outputs import CompletionOutput, RequestOutput
+from glm_dcp_jax.engine.structured_outputs import StructuredOutputs
 from glm_dcp_jax.engine.tokenizer import Tokenizer
+from glm_dcp_jax.serve.conversation import NamedTool
 from glm_dcp_jax.serve.deltas import Cursor
 from glm_dcp_jax.serve.errors import ApiError
+from glm_dcp_jax.serve.parsing.forced_calls import forced_calls, json_answer
 from glm_dcp_jax.serve.parsing.parameters import Parameters
 from glm_dcp_jax.serve.parsing.parsers import Parsers, begins_in_reasoning
-from glm_dcp_jax.serve.parsing.tags import CALL_TAGS, REASONING_TAGS, TagTable
+from glm_dcp_jax.serve.parsing.tags import CALL_TAGS, REASONING_TAGS, Tag, TagTable
 from glm_dcp_jax.serve.parsing.turn import CallArguments, CallStart, Content, Part, Reasoning, TurnParser
 from glm_dcp_jax.serve.protocol import ChatRequest
 
@@ -34,6 +38,7 @@ class Reading:
         self._functions = {
             tool["function"]["name"]: Parameters(tool["function"].get("parameters")) for tool in tools
         }
+        self._body = body
         self._one_call = not body.parallel_tool_calls
         self.has_reasoning = parsers.reasoning
         self.shows_reasoning = body.include_reasoning
@@ -41,15 +46,66 @@ class Reading:
         self._table = TagTable.of(tokenizer, tags) if tags else None
 
     @property
+    def names_the_tool(self) -> bool:
+        """Whether the request says which tool is to be called."""
+        return isinstance(self._body.tool_choice, NamedTool)
+
+    @property
     def marked_token_ids(self) -> tuple[int, ...]:
         """For SamplingParams."""
         return tuple(self._table.tokens) if self._table else ()
+
+    @property
+    def structured_by(self) -> str:
+        """The field of the request that says what the output must look like; empty if none does."""
+        return "tool_choice" if self._body.forced_tools else self._body.structured_by
+
+    def structured(self, prompt: Sequence[int]) -> StructuredOutputs | None:
+        """What the turns that go on from a prompt must look like behind their reasoning.
+
+        Raises ApiError 400 for what cannot be had together.
+        """
+        body = self._body
+        wanted = body.structured
+        if body.forced_tools and wanted is not None:
+            raise ApiError(
+                f"cannot be given with a tool_choice that forces a call: {body.structured_by}",
+                param=body.structured_by,
+            )
+        try:
+            if body.forced_tools:
+                wanted = self._calls(body.forced_tools)
+            elif wanted is not None and body.offered_tools:
+                wanted = self._calls(body.offered_tools, json_answer(wanted))
+        except ValueError as error:
+            raise ApiError(str(error), param=self.structured_by) from None
+        if wanted is None or not self._thinks(prompt):
+            return wanted
+        end = self._tokenizer.token_id(Tag.THINK_END.value)
+        if end is None:
+            raise ApiError(
+                "what an output must look like behind its reasoning needs a tokenizer in which </think> is a token; "
+                "turn thinking off",
+                param=self.structured_by,
+            )
+        return replace(wanted, after_token=end)
+
+    def _calls(self, tools: Sequence[dict[str, Any]], answer: str = "") -> StructuredOutputs:
+        assert self._table is not None, "tools are parsed"
+        several = not self._one_call and not isinstance(self._body.tool_choice, NamedTool)
+        return StructuredOutputs(grammar=forced_calls(tools, self._table, several, answer))
+
+    def _thinks(self, prompt: Sequence[int]) -> bool:
+        """Whether the turns begin in reasoning."""
+        if self._table is None or not self.has_reasoning:
+            return False
+        return begins_in_reasoning(self._tokenizer, self._table, prompt)
 
     def turns(self, prompt: Sequence[int], count: int) -> "Turns":
         """The `count` turns that go on from a prompt."""
         if self._table is None:
             return Turns([Turn(None, self) for _ in range(count)])
-        thinks = self.has_reasoning and begins_in_reasoning(self._tokenizer, self._table, prompt)
+        thinks = self._thinks(prompt)
         return Turns(
             [
                 Turn(TurnParser(self._table, thinks, self._functions, self._one_call), self)
@@ -96,9 +152,14 @@ class Turn:
         return {**message, "tool_calls": calls} if calls else message
 
     def finish_reason(self, choice: CompletionOutput) -> str | None:
-        """Why it ended: for calls if it made some, and came to its end by itself."""
+        """Why it ended: for calls if it made some of its own accord, and came to its end by itself.
+
+        As OpenAI has it, a call by a name that the request gives is no reason.
+        """
         parser = self._parser
-        called = parser is not None and parser.calls and not parser.cut
+        if self.done and self._reading.names_the_tool and choice.finish_reason is None:
+            return "stop"
+        called = parser is not None and parser.calls and not parser.cut and not self._reading.names_the_tool
         return (
             "tool_calls" if called and (self.done or choice.finish_reason == "stop") else choice.finish_reason
         )

@@ -165,7 +165,6 @@ async def test_completions_have_no_tools(post):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"tool_choice": "required"},
         {"best_of": 3},
         {"guided_whitespace_pattern": " "},
         {"guided_decoding_backend": "outlines"},

@@ -15,7 +15,7 @@ def asked(**fields) -> StructuredOutputs | None:
     """What the engine is told; the same from both kinds of request."""
     chat = ChatRequest(messages=MESSAGES, **fields)
     completion = CompletionRequest(prompt="a", **fields)
-    found, same = (each.sampling_params({}, 5, None, True).structured_outputs for each in (chat, completion))
+    found, same = chat.structured, completion.structured
     assert found == same and chat.structured_by == completion.structured_by
     assert chat.structured_by == ("" if found is None else next(iter(fields)))
     return found
