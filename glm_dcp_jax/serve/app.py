@@ -24,7 +24,9 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
         engine.shutdown()
 
     app = FastAPI(title="glm_dcp_jax", version=__version__, lifespan=lifespan)
-    app.state.context = Context(engine, settings, Metrics(engine, settings.served_model_names[0]))
+    app.state.context = Context(
+        engine, settings, Metrics(engine, settings.served_model_names[0], settings.metrics_prefix)
+    )
     errors.install(app, on_invalid=kv_transfer.call_off_invalid)
     for part in (completions, chat, tokens, prefix_cache, kv_transfer, status):
         app.include_router(part.router)
