@@ -35,7 +35,10 @@ _RECENT = 512
 
 
 class Metrics:
-    """What the server counts itself, and what it asks the engine for when scraped."""
+    """What the server counts itself, and what it asks the engine for when scraped.
+
+    ended: outputs by finish reason. recent: the last observations of latencies, by the histogram's name.
+    """
 
     def __init__(self, engine: Engine, model_name: str, prefix: str = DEFAULT_PREFIX) -> None:
         """Every metric shows 0 from the beginning on."""
@@ -56,6 +59,7 @@ class Metrics:
         self._rejected = self._counters("admission_rejections", QUEUE_LIMITS)
         self._cached = self._counter("prompt_tokens_cached").labels(*self._labels)
         self._registry.register(EngineCollector(engine, Families(prefix, self._labels)))
+        self.ended = dict.fromkeys(FINISH_REASONS, 0)
         self.recent: dict[str, deque[float]] = {name: deque(maxlen=_RECENT) for name in _OBSERVED[:2]}
 
     def _counter(self, name: str) -> Counter:
@@ -83,6 +87,7 @@ class Metrics:
         """A request's outputs ended, for these reasons."""
         for reason in reasons:
             self._finished[reason].inc()
+            self.ended[reason] += 1
 
     def rejected(self, limit: str) -> None:
         """A request found more waiting than this setting allows."""
