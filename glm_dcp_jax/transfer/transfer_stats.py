@@ -1,6 +1,7 @@
 """What transfers came to, counted since the start."""
 
 import threading
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -27,8 +28,7 @@ class Distribution:
 
     def add(self, value: float) -> None:
         """One more observation."""
-        at = next((place for place, bound in enumerate(self.bounds) if value <= bound), len(self.bounds))
-        self.counts[at] += 1
+        self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
     def copy(self) -> "Distribution":
