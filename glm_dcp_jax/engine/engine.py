@@ -149,6 +149,13 @@ class Engine:
             self.scheduler.add(sequence)
         self._prompt_tokens += len(request.prompt_token_ids)
 
+    def prepare(self, params: SamplingParams) -> None:
+        """Do what takes long about a request before it is added, so that no step waits for it. For any thread.
+
+        Raises ParameterError for structured outputs that cannot be compiled.
+        """
+        self._maker.prepare(params)
+
     def check_prompt(self, ids: Ids[int]) -> None:
         """Raise ValueError unless these tokens can be a prompt: not empty, in the vocabulary, room for one more."""
         self._maker.check_prompt(ids)
@@ -332,7 +339,13 @@ class Engine:
 
     def _fail(self, sequence: Sequence) -> None:
         """NaN would read as token 0, and its records are not in the cache: say that the request failed instead."""
-        _log.error("request %s: the model's output is not finite", self._owner[sequence].request_id)
+        request = self._owner[sequence]
+        grammar = None if sequence.rules is None else sequence.rules.grammar
+        if grammar is not None and grammar.error:
+            request.error = f"the output's grammar could not go on: {grammar.error}"
+            _log.error("request %s: %s", request.request_id, request.error)
+        else:
+            _log.error("request %s: the model's output is not finite", request.request_id)
         sequence.finish_reason = "error"
         self.scheduler.remove(sequence)
 

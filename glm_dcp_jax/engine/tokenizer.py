@@ -75,6 +75,11 @@ class Tokenizer:
         return frozenset(id for id, token in self._added.items() if token.special)
 
     @cached_property
+    def added_tokens(self) -> dict[str, int]:
+        """Tokens that no text is cut into by merging, special or not, by their text."""
+        return {token.content: id for id, token in self._added.items()}
+
+    @cached_property
     def longest_token_bytes(self) -> int:
         """Size in bytes of the longest token: no text is longer than its tokens times this."""
         ids = self._backend.get_vocab(with_added_tokens=True).values()

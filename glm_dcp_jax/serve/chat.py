@@ -104,7 +104,14 @@ class Chat:
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         params = body.sampling_params(engine.sampling_defaults, max_tokens, logprobs, detokenize=True)
         return Work(
-            self._names.engine, prompt, params, "messages", self._handover, body.priority, body.cache_salt
+            self._names.engine,
+            prompt,
+            params,
+            "messages",
+            self._handover,
+            body.priority,
+            body.cache_salt,
+            body.structured_by,
         )
 
     def _role_chunk(self, index: int) -> dict[str, Any]:

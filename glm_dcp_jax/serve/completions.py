@@ -110,7 +110,16 @@ class Completion:
         params = body.sampling_params(
             engine.sampling_defaults, max_tokens, body.logprobs, detokenize=engine.tokenizer is not None
         )
-        return Work(request_id, prompt, params, "prompt", self._handover, body.priority, body.cache_salt)
+        return Work(
+            request_id,
+            prompt,
+            params,
+            "prompt",
+            self._handover,
+            body.priority,
+            body.cache_salt,
+            body.structured_by,
+        )
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
         """delta as an element of `choices`, behind its prompt if that is to be echoed."""

@@ -20,7 +20,8 @@ _RETRY_SECONDS = 1
 
 @dataclass(frozen=True)
 class Work:
-    """One prompt to run. blame: the request field that an error about the prompt names.
+    """One prompt to run. blame: the request field that an error about the prompt names. structured_by: the one that
+    asks for structured outputs.
 
     handover: of the request it belongs to. priority, cache_salt: as in Engine.add_request.
     """
@@ -32,6 +33,13 @@ class Work:
     handover: Handover
     priority: int = 0
     cache_salt: str = ""
+    structured_by: str = ""
+
+    def blamed(self, error: ValueError) -> str:
+        """The request field that an error of the engine is about."""
+        if not isinstance(error, ParameterError):
+            return self.blame
+        return self.structured_by if error.field == "structured_outputs" else error.field
 
 
 async def generate(context: Context, works: Sequence[Work]) -> Outputs:
@@ -95,8 +103,7 @@ async def _observed(context: Context, work: Work) -> AsyncGenerator[RequestOutpu
         raise ApiError(str(error), 503, retry_after=_RETRY_SECONDS) from error
     except ValueError as error:
         reasons = []  # refused, so never begun
-        blame = error.field if isinstance(error, ParameterError) else work.blame
-        raise ApiError(str(error), param=blame) from error
+        raise ApiError(str(error), param=work.blamed(error)) from error
     except RuntimeError:
         reasons = ["error"] * work.params.n
         if context.engine.is_dead:

@@ -3,12 +3,23 @@
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, StrictFloat, StrictInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    PrivateAttr,
+    StrictFloat,
+    StrictInt,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from glm_dcp_jax.config import SamplingDefaults
 from glm_dcp_jax.engine.sampling_params import ParameterError, SamplingParams
+from glm_dcp_jax.engine.structured_outputs import StructuredOutputs
 from glm_dcp_jax.serve.errors import ApiError
+from glm_dcp_jax.serve.structured import structured_outputs_of
 from glm_dcp_jax.serve.unsupported import refuse_unsupported
 
 Prompt = str | list[int]
@@ -112,7 +123,8 @@ _SAMPLING = (
 class GenerationRequest(Request):
     """What completions and chat have in common. None stands for SamplingParams' default.
 
-    priority: lower runs first, where the engine schedules by it. cache_salt: only requests with the same one share what
+    response_format, structured_outputs, guided_*: what the output must look like, one of them. priority: lower runs
+    first, where the engine schedules by it. cache_salt: only requests with the same one share what
     the prefix cache holds. kv_transfer_params: where another engine holds the prompt's cache, or that it is to be held
     here for another.
     """
@@ -138,11 +150,19 @@ class GenerationRequest(Request):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     return_token_ids: bool = False
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     priority: StrictInt = 0
     cache_salt: str = Field("", min_length=1)
     kv_transfer_params: dict[str, Any] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
+    _structured: StructuredOutputs | None = PrivateAttr(None)
+    _structured_by: str = PrivateAttr("")
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> "GenerationRequest":
@@ -155,6 +175,16 @@ class GenerationRequest(Request):
         if self.prompt_logprobs is not None and self.stream:
             raise _refuse("prompt_logprobs", "are not available when stream is true")
         return self
+
+    @model_validator(mode="after")
+    def _structured_outputs_are_one(self) -> "GenerationRequest":
+        self._structured, self._structured_by = structured_outputs_of(self.__dict__)
+        return self
+
+    @property
+    def structured_by(self) -> str:
+        """The field that asks for structured outputs; empty if none does."""
+        return self._structured_by
 
     @property
     def include_usage(self) -> bool:
@@ -170,6 +200,8 @@ class GenerationRequest(Request):
         """Call `tokenizer_for(what, param)`, which raises if there is none, for each text that the output meets."""
         if self.stop:
             tokenizer_for("a stop string", "stop")
+        if self._structured is not None:
+            tokenizer_for("a structured output", self._structured_by)
         if self.bad_words:
             tokenizer_for("a bad word", "bad_words")
 
@@ -190,6 +222,7 @@ class GenerationRequest(Request):
                 include_stop_str_in_output=self.include_stop_str_in_output,
                 skip_special_tokens=self.skip_special_tokens,
                 detokenize=detokenize,
+                structured_outputs=self._structured,
                 extra_args={"kv_transfer_params": self.kv_transfer_params}
                 if self.kv_transfer_params
                 else None,

@@ -161,11 +161,9 @@ async def test_a_lone_surrogate_is_a_bad_request(client):
     [
         {"tools": [{"type": "function"}]},
         {"tool_choice": "required"},
-        {"response_format": {"type": "json_object"}},
         {"best_of": 3},
-        {"guided_json": {}},
-        {"guided_regex": "a+"},
-        {"structured_outputs": {"regex": "a"}},
+        {"guided_whitespace_pattern": " "},
+        {"guided_decoding_backend": "outlines"},
         {"suffix": "end"},
         {"use_beam_search": True},
     ],
