@@ -105,6 +105,7 @@ class TestEngine:
         assert warning.endswith("--dcp-comm-backend a2a, --dcp-decode-path bulk")
 
     def test_stats_count_tokens(self, llm):
+        assert llm.engine.reset_prefix_cache()
         before = llm.engine.stats()
         generate(llm, [PROMPT, [9, 9]])
         after = llm.engine.stats()
