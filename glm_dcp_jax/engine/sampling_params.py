@@ -40,7 +40,8 @@ class SamplingParams:
     max_tokens: None is as far as the model's length goes. stop: one or several strings that end the text.
     min_tokens: no end-of-sequence or stop token before so many. logprobs: how many alternatives to report per token
     besides the sampled one; None reports nothing. prompt_logprobs: the same of each prompt token but the first.
-    detokenize: False leaves the text empty, and then `stop` cannot work.
+    detokenize: False leaves the text empty, and then `stop` cannot work. marked_token_ids: tokens that add nothing to
+    the text; the output's marks say where they stood. Stop strings see them as any other token.
 
     presence_penalty, frequency_penalty: taken from the logit of a token that the output holds, once and for each time.
     repetition_penalty: divides a positive logit of a token that prompt or output holds, and multiplies a negative one;
@@ -71,6 +72,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
+    marked_token_ids: tuple[int, ...] | list[int] | None = None
     extra_args: Mapping[str, Any] | None = field(default=None, hash=False)
     structured_outputs: StructuredOutputs | None = None
 
@@ -82,6 +84,7 @@ class SamplingParams:
         self._make_plain()
         self._set("stop", _strings("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
         self._set("stop_token_ids", _tokens("stop_token_ids", self.stop_token_ids))
+        self._set("marked_token_ids", _tokens("marked_token_ids", self.marked_token_ids))
         self._set("bad_words", _strings("bad_words", self.bad_words))
         if self.allowed_token_ids is not None:
             self._set("allowed_token_ids", _tokens("allowed_token_ids", self.allowed_token_ids))

@@ -21,6 +21,7 @@ from glm_dcp_jax.serve.body_limit import LimitBody, most_bytes
 from glm_dcp_jax.serve.context import Context
 from glm_dcp_jax.serve.interface import Engine
 from glm_dcp_jax.serve.metrics import Metrics
+from glm_dcp_jax.serve.parsing.parsers import Parsers
 from glm_dcp_jax.serve.settings import ServerSettings
 
 
@@ -33,9 +34,9 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
         engine.shutdown()
 
     app = FastAPI(title="glm_dcp_jax", version=__version__, lifespan=lifespan)
-    app.state.context = Context(
-        engine, settings, Metrics(engine, settings.served_model_names[0], settings.metrics_prefix)
-    )
+    parsers = Parsers.chosen(settings.reasoning_parser, settings.tool_call_parser, engine.tokenizer)
+    metrics = Metrics(engine, settings.served_model_names[0], settings.metrics_prefix)
+    app.state.context = Context(engine, settings, metrics, parsers)
     errors.install(app, on_invalid=kv_transfer.call_off_invalid)
     for part in (completions, chat, tokens, prefix_cache, kv_transfer, status, status_page):
         app.include_router(part.router)

@@ -10,6 +10,7 @@ from glm_dcp_jax.engine.tokenizer import Tokenizer
 from glm_dcp_jax.serve.errors import ApiError
 from glm_dcp_jax.serve.interface import Engine
 from glm_dcp_jax.serve.metrics import Metrics
+from glm_dcp_jax.serve.parsing.parsers import Parsers
 from glm_dcp_jax.serve.settings import ServerSettings
 
 
@@ -20,6 +21,7 @@ class Context:
     engine: Engine
     settings: ServerSettings
     metrics: Metrics
+    parsers: Parsers
     started: int = field(default_factory=lambda: int(time.time()))
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
 

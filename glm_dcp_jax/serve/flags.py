@@ -16,6 +16,7 @@ from glm_dcp_jax.config.json_file import parse_json
 from glm_dcp_jax.engine.chat_template import read_template
 from glm_dcp_jax.engine.sampling_params import MAX_LOGPROBS
 from glm_dcp_jax.serve.metric_table import DEFAULT_PREFIX
+from glm_dcp_jax.serve.parsing.parsers import CHOICES
 from glm_dcp_jax.serve.settings import LOG_LEVELS, ServerSettings
 
 DEMO_NAME = "glm-dcp-demo"
@@ -24,17 +25,16 @@ DEMO_DEVICES = 4
 _REFUSED_HERE = {
     "chat_template_content_format": "messages reach the template as plain strings",
     "disable_log_requests": "requests are never logged, only their access lines; leave it out",
-    "enable_auto_tool_choice": "tool calls are not parsed yet",
     "enable_log_requests": "requests are never logged, only their access lines",
-    "reasoning_parser": "reasoning is not parsed yet; it stays part of the content",
+    "no_enable_auto_tool_choice": "--tool-call-parser none does that",
+    "reasoning_parser_plugin": "--reasoning-parser has GLM's own",
     "ssl_certfile": "put a TLS proxy in front",
     "ssl_keyfile": "put a TLS proxy in front",
-    "tool_call_parser": "tool calls are not parsed yet",
+    "tool_parser_plugin": "--tool-call-parser has GLM's own",
     "uds": "the server listens on --host and --port only",
 }
 _OFF_ANYWAY = {
     "calculate_kv_scales",
-    "enable_auto_tool_choice",
     "enable_expert_parallel",
     "enable_log_requests",
     "enable_lora",
@@ -63,16 +63,18 @@ LENGTHS = (
 )
 """Flags that take 4k or 2G, as vLLM's do, and -1 or auto for their default."""
 _MULTIPLES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+_OF_SERVER = (
+    "api_key",
+    "max_logprobs",
+    "metrics_prefix",
+    "port",
+    "reasoning_parser",
+    "served_model_name",
+    "tool_call_parser",
+)
 _SPELLED = {
     name: option_of(name)
-    for name in (
-        *(flag.name for flag in FLAGS),
-        "api_key",
-        "max_logprobs",
-        "metrics_prefix",
-        "port",
-        "served_model_name",
-    )
+    for name in (*(flag.name for flag in FLAGS), *_OF_SERVER)
     if name != "dtype"  # config.json has a field of this name; the flag's values are checked by the parser
 }
 _VLLM_SHORT = {
@@ -108,10 +110,13 @@ def parse(argv: Sequence[str], has_gpu: bool) -> Command:
         port=given.pop("port"),
         api_keys=_api_keys(given.pop("api_key")),
         chat_template=_template(given.pop("chat_template")),
+        reasoning_parser=given.pop("reasoning_parser"),
+        tool_call_parser=given.pop("tool_call_parser"),
         max_logprobs=given.pop("max_logprobs"),
         log_level=given.pop("log_level"),
         metrics_prefix=given.pop("metrics_prefix"),
     )
+    del given["enable_auto_tool_choice"]
     if model is None and not has_gpu:
         _spread_demo(given)
     return Command(engine_config(model or DEMO_NAME, **given), settings, demo=model is None)
@@ -141,6 +146,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     server.add_argument(
         "--chat-template", help="a jinja file, or the template itself, instead of the model's"
+    )
+    server.add_argument(
+        "--reasoning-parser",
+        choices=CHOICES,
+        default="auto",
+        help="whose reasoning is told from content; auto: GLM's, if the tokenizer has its tags (default: auto)",
+    )
+    server.add_argument(
+        "--tool-call-parser",
+        choices=CHOICES,
+        default="auto",
+        help="whose tool calls are read; auto: GLM's, if the tokenizer has its tags (default: auto)",
+    )
+    server.add_argument(
+        "--enable-auto-tool-choice",
+        action="store_true",
+        help="changes nothing: tools may be called wherever there is a tool call parser",
     )
     server.add_argument(
         "--max-logprobs",

@@ -1,7 +1,7 @@
 """Running a request's prompts on the engine, all at once, with errors and metrics as the API wants them."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -67,12 +67,21 @@ async def generate(context: Context, works: Sequence[Work]) -> Outputs:
             await stream.aclose()
 
 
-async def complete(context: Context, works: Sequence[Work]) -> list[RequestOutput]:
-    """Run prompts to their ends; the outputs in the prompts' order. Raises as `generate`."""
+async def complete(
+    context: Context,
+    works: Sequence[Work],
+    enough: Callable[[RequestOutput], bool] = lambda output: False,
+) -> list[RequestOutput]:
+    """Run prompts to their ends; the outputs in the prompts' order. Raises as `generate`.
+
+    enough: sees each output as it comes, and whether it ends all that is still running.
+    """
     last: dict[int, RequestOutput] = {}
     async with aclosing(generate(context, works)) as outputs:
         async for place, output in outputs:
             last[place] = output
+            if enough(output):
+                break
     return [last[place] for place in range(len(works))]
 
 
