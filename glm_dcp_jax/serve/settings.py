@@ -17,8 +17,8 @@ class ServerSettings:
 
     served_model_names: what requests may call the model; the first is what answers and metrics call it.
     api_keys: empty lets everyone in. chat_template: jinja source instead of the checkpoint's.
-    reasoning_parser, tool_call_parser: one of parsers.CHOICES. metrics_prefix: before the names of metrics that vLLM has
-    too.
+    reasoning_parser, tool_call_parser: one of parsers.CHOICES. metrics_prefix: before the names of metrics that
+    vLLM has too.
     """
 
     served_model_names: tuple[str, ...]
