@@ -6,7 +6,16 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 from glm_dcp_jax._version import __version__
-from glm_dcp_jax.serve import chat, completions, errors, kv_transfer, prefix_cache, status, tokens
+from glm_dcp_jax.serve import (
+    chat,
+    completions,
+    errors,
+    kv_transfer,
+    prefix_cache,
+    status,
+    status_page,
+    tokens,
+)
 from glm_dcp_jax.serve.auth import RequireKey
 from glm_dcp_jax.serve.body_limit import LimitBody, most_bytes
 from glm_dcp_jax.serve.context import Context
@@ -26,10 +35,10 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
 
     app = FastAPI(title="glm_dcp_jax", version=__version__, lifespan=lifespan)
     parsers = Parsers.chosen(settings.reasoning_parser, settings.tool_call_parser, engine.tokenizer)
-    metrics = Metrics(engine, settings.served_model_names[0])
+    metrics = Metrics(engine, settings.served_model_names[0], settings.metrics_prefix)
     app.state.context = Context(engine, settings, metrics, parsers)
     errors.install(app, on_invalid=kv_transfer.call_off_invalid)
-    for part in (completions, chat, tokens, prefix_cache, kv_transfer, status):
+    for part in (completions, chat, tokens, prefix_cache, kv_transfer, status, status_page):
         app.include_router(part.router)
     app.add_middleware(LimitBody, limit=most_bytes(engine.max_model_len))
     if settings.api_keys:

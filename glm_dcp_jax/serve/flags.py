@@ -15,6 +15,7 @@ from glm_dcp_jax.config.flags import JSON_FLAGS, explain_unknown, field_of, in_f
 from glm_dcp_jax.config.json_file import parse_json
 from glm_dcp_jax.engine.chat_template import read_template
 from glm_dcp_jax.engine.sampling_params import MAX_LOGPROBS
+from glm_dcp_jax.serve.metric_table import DEFAULT_PREFIX
 from glm_dcp_jax.serve.parsing.parsers import CHOICES
 from glm_dcp_jax.serve.settings import LOG_LEVELS, ServerSettings
 
@@ -62,7 +63,15 @@ LENGTHS = (
 )
 """Flags that take 4k or 2G, as vLLM's do, and -1 or auto for their default."""
 _MULTIPLES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
-_OF_SERVER = ("api_key", "max_logprobs", "port", "reasoning_parser", "served_model_name", "tool_call_parser")
+_OF_SERVER = (
+    "api_key",
+    "max_logprobs",
+    "metrics_prefix",
+    "port",
+    "reasoning_parser",
+    "served_model_name",
+    "tool_call_parser",
+)
 _SPELLED = {
     name: option_of(name)
     for name in (*(flag.name for flag in FLAGS), *_OF_SERVER)
@@ -105,6 +114,7 @@ def parse(argv: Sequence[str], has_gpu: bool) -> Command:
         tool_call_parser=given.pop("tool_call_parser"),
         max_logprobs=given.pop("max_logprobs"),
         log_level=given.pop("log_level"),
+        metrics_prefix=given.pop("metrics_prefix"),
     )
     del given["enable_auto_tool_choice"]
     if model is None and not has_gpu:
@@ -162,6 +172,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     server.add_argument(
         "--log-level", choices=LOG_LEVELS, default="info", help="least level shown (default: info)"
+    )
+    server.add_argument(
+        "--metrics-prefix",
+        default=DEFAULT_PREFIX,
+        help=f"before the names of metrics that vLLM has too (default: {DEFAULT_PREFIX})",
     )
     engine = parser.add_argument_group("engine")
     for flag in FLAGS:

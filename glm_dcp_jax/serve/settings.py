@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from glm_dcp_jax.config import ConfigError
 from glm_dcp_jax.engine.chat_template import ChatTemplate, ChatTemplateError
 from glm_dcp_jax.engine.sampling_params import MAX_LOGPROBS
+from glm_dcp_jax.serve.metric_table import DEFAULT_PREFIX, check_prefix
 from glm_dcp_jax.serve.parsing.parsers import CHOICES
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -16,7 +17,8 @@ class ServerSettings:
 
     served_model_names: what requests may call the model; the first is what answers and metrics call it.
     api_keys: empty lets everyone in. chat_template: jinja source instead of the checkpoint's.
-    reasoning_parser, tool_call_parser: one of parsers.CHOICES.
+    reasoning_parser, tool_call_parser: one of parsers.CHOICES. metrics_prefix: before the names of metrics that
+    vLLM has too.
     """
 
     served_model_names: tuple[str, ...]
@@ -28,6 +30,7 @@ class ServerSettings:
     tool_call_parser: str = "auto"
     max_logprobs: int = MAX_LOGPROBS
     log_level: str = "info"
+    metrics_prefix: str = DEFAULT_PREFIX
 
     def __post_init__(self) -> None:
         if not self.served_model_names or not all(self.served_model_names):
@@ -43,6 +46,7 @@ class ServerSettings:
             raise ConfigError("api_key must not be empty")
         if not all(key.isascii() for key in self.api_keys):
             raise ConfigError("api_key must be ASCII text, as that is all HTTP headers can hold")
+        check_prefix(self.metrics_prefix)
         if self.chat_template is not None:
             try:
                 ChatTemplate(self.chat_template)  # better now than at the first request
