@@ -37,10 +37,9 @@ def test_structured_output(chat):
         "required": ["sure", "mark"],
         "additionalProperties": False,
     }
-    bound = chat.with_structured_output(schema, method="json_schema", include_raw=True)
-    found = bound.invoke("Is it?")
-    if found["raw"].response_metadata["finish_reason"] == "stop":
-        assert found["parsed"]["mark"] in ("a", "b")
+    patient = chat.model_copy(update={"max_tokens": 1000})  # random weights like blanks
+    found = patient.with_structured_output(schema, method="json_schema").invoke("Is it?")
+    assert found["mark"] in ("a", "b") and isinstance(found["sure"], bool)
 
 
 def test_a_forced_tool_call(chat):
