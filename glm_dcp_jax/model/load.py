@@ -102,12 +102,15 @@ _Shards = list[tuple[np.ndarray, list[jax.Device]]]
 def load_parameters(stored: StoredWeights, config: ModelConfig, shape: NetworkShape, mesh: Mesh) -> Any:
     """The network's parameters on the mesh, as an nnx.State like shape.parameters.
 
-    Raises CheckpointError naming missing, unexpected, mis-shaped or truncated tensors before anything is loaded.
+    Raises CheckpointError naming missing, unexpected, mis-shaped or truncated tensors before anything is loaded, and
+    files that changed in the meantime.
     """
     leaves = leaves_on(mesh, shape)
     check_tensors(stored, config, shape, leaves)
     with progress("Loading weights", sum(leaf.nbytes for leaf in leaves)) as bar:
-        return as_parameters(shape, load_leaves(stored, leaves, bar.update))
+        loaded = load_leaves(stored, leaves, bar.update)
+    stored.checkpoint.require_unchanged()
+    return as_parameters(shape, loaded)
 
 
 def load_leaves(

@@ -255,7 +255,7 @@ class TestBrokenFiles:
     @pytest.mark.parametrize("text", [b"{'w': 1}", b"\xff\xfe\x00\x01", b"", b"[1]", b"[" * 10**5], ids=len)
     def test_a_header_that_is_not_a_json_object(self, tmp_path, text):
         write_raw(tmp_path / "model.safetensors", text, bytes(8))
-        complaint = "expected the header to be a JSON object" if text == b"[1]" else "is not JSON"
+        complaint = "expected the header to be a JSON object" if text == b"[1]" else "cannot be read as JSON"
         assert complaint in self.refused(tmp_path)
 
     @pytest.mark.parametrize(
@@ -283,6 +283,18 @@ class TestBrokenFiles:
         message = self.refused(tmp_path)
         assert f"tensor 'w' has 20 bytes by its data_offsets; expected {expected} for shape (3, 2)" in message
 
+    def test_a_tensor_that_a_header_names_twice(self, tmp_path):
+        one, other = (json.dumps(entry("U8", [2], begin, begin + 2)) for begin in (0, 2))
+        write_raw(tmp_path / "model.safetensors", f'{{"w": {one}, "w": {other}}}'.encode(), bytes(4))
+        assert "cannot be read as JSON: the key 'w' is there twice" in self.refused(tmp_path)
+
+    def test_a_tensor_that_an_index_names_twice(self, tmp_path):
+        for name in ("a", "b"):
+            save_file({"w": np.ones(1)}, tmp_path / f"{name}.safetensors")
+        index = tmp_path / INDEX_NAME
+        index.write_text('{"weight_map": {"w": "a.safetensors", "w": "b.safetensors"}}')
+        assert "with weight_map, but it is no JSON: the key 'w' is there twice" in self.refused(tmp_path)
+
     def test_overlapping_tensors(self, tmp_path):
         header = {"after": entry("U8", [4], 3, 7), "before": entry("U8", [4], 0, 4)}
         write_raw(tmp_path / "model.safetensors", header, bytes(7))
@@ -296,6 +308,50 @@ class TestBrokenFiles:
         message = self.refused(tmp_path)
         assert f"{file} is a git-LFS pointer" in message
         assert "git lfs pull" in message
+
+
+def replaced(file: Path) -> None:
+    """By another of the same size."""
+    save_file({"w": np.full(3, 2.0)}, file.with_suffix(".new"))
+    file.with_suffix(".new").replace(file)
+
+
+def written_to(file: Path) -> None:
+    with file.open("r+b") as stream:
+        stream.seek(-8, os.SEEK_END)
+        stream.write(bytes(8))
+    os.utime(file, ns=(0, 1))  # clocks may be coarse
+
+
+class TestFilesThatChange:
+    """A download that goes on, say: what was read is of two versions, or of none."""
+
+    CHANGES = (replaced, written_to, lambda file: os.truncate(file, 0), Path.unlink)
+    IDS = ("replaced", "written to", "truncated", "removed")
+
+    @pytest.fixture
+    def checkpoint(self, tmp_path) -> Checkpoint:
+        save_file({"w": np.ones(3)}, tmp_path / "model.safetensors")
+        return Checkpoint.open(tmp_path)
+
+    @pytest.mark.parametrize("change", CHANGES, ids=IDS)
+    def test_before_they_are_first_read(self, checkpoint, change):
+        change(checkpoint.files[0])
+        said = (
+            "cannot be opened any more" if change is Path.unlink else "was changed while it was being loaded"
+        )
+        with pytest.raises(CheckpointError, match=rf"model\.safetensors {said}"):
+            checkpoint.read("w")
+
+    @pytest.mark.parametrize("change", CHANGES, ids=IDS)
+    def test_while_they_are_read(self, checkpoint, change):
+        checkpoint.read("w")
+        checkpoint.require_unchanged()
+        change(checkpoint.files[0])
+        with pytest.raises(
+            CheckpointError, match=r"model\.safetensors (was changed|cannot be opened any more)"
+        ):
+            checkpoint.require_unchanged()
 
 
 TENSORS, TENSOR_BYTES = 8, 25 * 2**20
