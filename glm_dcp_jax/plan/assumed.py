@@ -41,9 +41,16 @@ def assumed_formats(
             raise _unknown(directory, field, section.get(field), known)
     if found.method == "fp8":
         return fp8_formats(model, found.block), "quantised as GLM-5.2's FP8 form, by its quant_method fp8"
+    named = _ALGORITHM_OF.get(str(section.get("quant_method")))
+    if named not in (None, section["quant_algo"]):
+        raise ConfigError(
+            f"quant_method {section['quant_method']} contradicts quant_algo {section['quant_algo']}; leave one of them "
+            "in config.json"
+        )
     if section["quant_algo"] == "FP8":
         weights = fp8_formats(model, ONE_SCALE)
         return weights, "what GLM-5.2's FP8 form quantises, with one scale each, by its quant_algo FP8"
+    _require_groups(model)
     return nvfp4_formats(model), "experts in NVFP4, by its quant_algo NVFP4"
 
 
@@ -58,6 +65,17 @@ def _section(directory: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
     if section.get("quant_algo") is None:
         section["quant_algo"] = _ALGORITHM_OF.get(str(section.get("quant_method")))
     return section
+
+
+def _require_groups(model: ModelConfig) -> None:
+    """NVFP4's scales are of whole groups of inputs."""
+    sizes = {"hidden_size": model.hidden_size, "moe_intermediate_size": model.moe_intermediate_size}
+    for name, size in sizes.items():
+        if size % NVFP4_GROUP:
+            raise ConfigError(
+                f"experts cannot be stored in NVFP4, as the quantisation says: {name} {size} is no multiple of "
+                f"{NVFP4_GROUP}; use the config.json of a quantised checkpoint"
+            )
 
 
 def _unknown(directory: Path, field: str, value: Any, known: tuple[Any, ...]) -> ConfigError:
