@@ -45,7 +45,7 @@ def test_a_full_disk_is_one_line(lines):
 
 
 def test_an_output_that_is_closed_is_one_line():
-    command = f'{sys.executable} -c "{PUT_OUT}" 1 >&-'
+    command = f"{shlex.join([sys.executable, '-c', PUT_OUT, '1'])} >&-"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.endswith("error: standard output cannot be written: Bad file descriptor\n")
