@@ -7,12 +7,13 @@ long as all of them fit into AHEAD_BYTES: host memory stays near that.
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -145,12 +146,31 @@ def check_tensors(
     """Raise CheckpointError unless all of these can be loaded; say what is left out, and what is dequantised."""
     expected = {name: source.shape for leaf in leaves for source in leaf.sources for name in source.names}
     _require_mtp(stored, shape)
+    try:
+        _verify(stored, expected, config, shape)
+    except CheckpointError as error:
+        if shape.mtp_layer is None:
+            raise
+        start = f"model.layers.{shape.mtp_layer}."
+        trunk = {name: size for name, size in expected.items() if not name.startswith(start)}
+        with contextlib.suppress(CheckpointError):
+            _verify(stored, trunk, config, shape._replace(mtp_layer=None))
+            error.args = (
+                f"{error}\nAll but the MTP layer ({start}*) is as it should be, and only drafts need that: leave "
+                "--speculative-config out, or convert with --no-mtp",
+            )
+        raise
+    _say_what_is_left_out(stored, config, shape)
+    _say_what_is_dequantised(stored, leaves)
+
+
+def _verify(
+    stored: StoredWeights, expected: Mapping[str, tuple[int, ...]], config: ModelConfig, shape: NetworkShape
+) -> None:
     stored.check(expected)  # first: what a weight is stored as decides its shape
     present = {name: stored.shape(name) for name in stored.names()}
     ignored = lambda name: _why_left_out(name, config, shape) is not None  # noqa: E731
     verify(expected, present, stored.checkpoint.directory, ignored=ignored)
-    _say_what_is_left_out(stored, config, shape)
-    _say_what_is_dequantised(stored, leaves)
 
 
 def leaves_on(mesh: Mesh, shape: NetworkShape) -> list[Leaf]:

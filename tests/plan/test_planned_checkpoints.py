@@ -118,6 +118,7 @@ def test_an_mtp_layer_that_cannot_be_loaded_is_needed_for_drafts_alone(defect, p
     assert counted["checkpoint_bytes"] == before["checkpoint_bytes_without_mtp"]
     code, _, error = planned(directory, "--speculative-config", '{"num_speculative_tokens": 1}')
     assert code == 2 and "model.layers.13." in error
+    assert error.endswith("leave --speculative-config out, or convert with --no-mtp\n")
 
 
 def test_of_files_only_headers_are_read_so_that_the_rest_may_be_a_hole(planned, tmp_path):
