@@ -27,7 +27,7 @@ from glm_dcp_jax.config import ModelConfig
 from glm_dcp_jax.model.network import NetworkShape, is_variable
 from glm_dcp_jax.model.parameters import Source
 from glm_dcp_jax.model.safetensors_reader import CheckpointError, verify
-from glm_dcp_jax.model.stored_weights import PLAIN, StoredWeights
+from glm_dcp_jax.model.stored_weights import PLAIN, StoredWeights, require_range
 
 _log = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ def load_parameters(stored: StoredWeights, config: ModelConfig, shape: NetworkSh
     """The network's parameters on the mesh, as an nnx.State like shape.parameters.
 
     Raises CheckpointError naming missing, unexpected, mis-shaped or truncated tensors before anything is loaded, and
-    files that changed in the meantime.
+    files that changed in the meantime; for weights that the dtype cannot hold, too.
     """
     leaves = leaves_on(mesh, shape)
     check_tensors(stored, config, shape, leaves)
@@ -365,7 +365,10 @@ def _cut(
         if not name:  # padding
             continue
         found = _read(stored, name, source, inner)
-        shard[place + tuple(slice(0, size) for size in found.shape)] = found
+        part = shard[(*place, *(slice(0, size) for size in found.shape), ...)]
+        with np.errstate(over="ignore"):
+            part[...] = found
+        require_range(name, found, part)
     return shard
 
 

@@ -270,6 +270,19 @@ class TestErrors:
         with pytest.raises(CheckpointError, match=r"missing: model\.layers\.3\.self_attn\.indexer\."):
             load(tmp_path)
 
+    @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.experts.2.up_proj.weight"])
+    def test_weights_that_float16_cannot_hold_are_not_made_infinite(self, tmp_path, name):
+        config, tensors = make_model("equal_groups")
+        tensors[name] = tensors[name].astype(np.float32)
+        tensors[name].flat[3] = 7e4
+        directory = write_checkpoint(tmp_path, config, tensors)
+        with pytest.raises(
+            CheckpointError, match=f"{name} holds 70000, and float16 ends at 65504; use --dtype"
+        ):
+            load(directory, dtype="float16")
+        tensors[name].flat[3] = 65504
+        load(write_checkpoint(tmp_path, config, tensors), dtype="float16")
+
     def test_a_truncated_file_is_named_before_anything_is_loaded(self, tmp_path):
         directory = write_checkpoint(tmp_path, *make_model("single_layer"))
         file = directory / "model.safetensors"
