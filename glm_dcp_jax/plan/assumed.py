@@ -9,7 +9,7 @@ from glm_dcp_jax.config.cache_scheme import says_something
 from glm_dcp_jax.config.json_file import read_json_object
 from glm_dcp_jax.kernels.weights import NVFP4_GROUP
 from glm_dcp_jax.model.stored_weights import ALL_PLAIN, WeightFormats
-from glm_dcp_jax.plan.presets import ONE_SCALE, fp8_formats, nvfp4_formats
+from glm_dcp_jax.plan.presets import ONE_SCALE, fp8_formats, nvfp4_formats, split_group
 
 _KNOWN: dict[str, dict[str, tuple[Any, ...]]] = {
     "fp8": {"fmt": (None, "e4m3"), "quant_algo": (None, "FP8")},
@@ -50,7 +50,11 @@ def assumed_formats(
     if section["quant_algo"] == "FP8":
         weights = fp8_formats(model, ONE_SCALE)
         return weights, "what GLM-5.2's FP8 form quantises, with one scale each, by its quant_algo FP8"
-    _require_groups(model)
+    if odd := split_group(model):
+        raise ConfigError(
+            f"experts cannot be stored in NVFP4, as the quantisation says: {odd}; use the config.json of a quantised "
+            "checkpoint"
+        )
     return nvfp4_formats(model), "experts in NVFP4, by its quant_algo NVFP4"
 
 
@@ -65,17 +69,6 @@ def _section(directory: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
     if section.get("quant_algo") is None:
         section["quant_algo"] = _ALGORITHM_OF.get(str(section.get("quant_method")))
     return section
-
-
-def _require_groups(model: ModelConfig) -> None:
-    """NVFP4's scales are of whole groups of inputs."""
-    sizes = {"hidden_size": model.hidden_size, "moe_intermediate_size": model.moe_intermediate_size}
-    for name, size in sizes.items():
-        if size % NVFP4_GROUP:
-            raise ConfigError(
-                f"experts cannot be stored in NVFP4, as the quantisation says: {name} {size} is no multiple of "
-                f"{NVFP4_GROUP}; use the config.json of a quantised checkpoint"
-            )
 
 
 def _unknown(directory: Path, field: str, value: Any, known: tuple[Any, ...]) -> ConfigError:

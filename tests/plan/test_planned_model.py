@@ -9,6 +9,7 @@ from glm_dcp_jax.config import ConfigError, engine_config
 from glm_dcp_jax.plan.glm52 import glm52
 from glm_dcp_jax.plan.planned_model import planned_model
 from glm_dcp_jax.plan.presets import ONE_SCALE, fp8_formats
+from glm_dcp_jax.plan.remedies import _smaller_forms
 from glm_dcp_jax.plan.weights import stored_bytes
 
 TINY = Path(__file__).parents[1] / "oracle" / "golden" / "tiny-a"
@@ -122,6 +123,16 @@ def test_nvfp4_needs_whole_groups_of_inputs(config_alone, field):
     directory = config_alone({"quant_method": "modelopt_fp4"})
     with pytest.raises(ConfigError, match=f"cannot be stored in NVFP4.*{field} 50 is no multiple of 16"):
         planned_model(engine_config(directory, hf_overrides={field: 50}))
+
+
+@pytest.mark.parametrize(
+    ("width", "forms"), [(48, ["FP8 weights", "experts in NVFP4"]), (50, ["FP8 weights"])]
+)
+def test_nvfp4_is_no_remedy_for_experts_without_whole_groups(config_alone, width, forms):
+    planned = planned_model(
+        engine_config(config_alone(None), hf_overrides={"hidden_size": 64, "moe_intermediate_size": width})
+    )
+    assert [called for called, _ in _smaller_forms(planned)] == forms
 
 
 def test_overrides_are_for_directories(config_alone):
