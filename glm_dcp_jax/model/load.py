@@ -365,7 +365,9 @@ def _cut(
         if not name:  # padding
             continue
         found = _read(stored, name, source, inner)
-        part = shard[(*place, *(slice(0, size) for size in found.shape), ...)]
+        # The ellipsis keeps one number a view.
+        where: tuple[Any, ...] = (*place, *(slice(0, size) for size in found.shape), ...)
+        part = shard[where]
         with np.errstate(over="ignore"):
             part[...] = found
         require_range(name, found, part)

@@ -74,9 +74,11 @@ class TensorInfo:
 
 
 class Stamp(NamedTuple):
-    """What changes when a file is written to or replaced: inode, bytes, and nanoseconds of its last change."""
+    """What changes when a file is written to or replaced: bytes, and when it was last changed, in nanoseconds.
 
-    inode: int
+    Not the inode's number, which some network file systems make up anew.
+    """
+
     nbytes: int
     changed: int
 
@@ -84,7 +86,7 @@ class Stamp(NamedTuple):
     def of(file: Path | int) -> "Stamp":
         """Of a path or an open file. Raises OSError."""
         found = os.stat(file)
-        return Stamp(found.st_ino, found.st_size, found.st_mtime_ns)
+        return Stamp(found.st_size, found.st_mtime_ns)
 
 
 class Header(NamedTuple):

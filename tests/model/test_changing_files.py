@@ -13,6 +13,7 @@ from glm_dcp_jax.model.safetensors_reader import Checkpoint, CheckpointError
 def replaced(file: Path) -> None:
     """By another of the same size."""
     save_file({"w": np.full(3, 2.0)}, file.with_suffix(".new"))
+    os.utime(file.with_suffix(".new"), ns=(0, 1))  # clocks may be coarse
     file.with_suffix(".new").replace(file)
 
 
@@ -20,7 +21,7 @@ def written_to(file: Path) -> None:
     with file.open("r+b") as stream:
         stream.seek(-8, os.SEEK_END)
         stream.write(bytes(8))
-    os.utime(file, ns=(0, 1))  # clocks may be coarse
+    os.utime(file, ns=(0, 1))
 
 
 class TestFilesThatChange:
