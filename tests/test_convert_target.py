@@ -1,5 +1,6 @@
 """The directory of a conversion: all of it or nothing, also with threads that go on writing, and what the dead left."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from glm_dcp_jax.convert.target import in_words, whole_or_nothing
+from glm_dcp_jax.config import ConfigError
+from glm_dcp_jax.convert.target import check_target, in_words, whole_or_nothing
 
 
 def partials(folder: Path) -> list[Path]:
@@ -52,6 +54,36 @@ def test_what_a_dead_process_left_without_a_lock_goes(tmp_path):
     with whole_or_nothing(tmp_path / "made") as partial:
         (partial / "file").write_text("whole")
     assert partials(tmp_path) == [live]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG], ids=errno.errorcode.get)
+def test_a_disk_without_room_is_said_with_the_target(number, tmp_path):
+    """Errors of writes name no file."""
+    said = f"{tmp_path / 'made'} cannot be written: {os.strerror(number)}; make room there"
+    with pytest.raises(OSError, match=said), whole_or_nothing(tmp_path / "made"):
+        raise OSError(number, os.strerror(number))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_root_directory_is_no_target(tmp_path):
+    with pytest.raises(ConfigError, match=r"DST \(/\) exists and is not empty"):
+        check_target(tmp_path, Path("/"))
+
+
+def test_signals_that_come_too_late_are_ignored_to_the_very_end():
+    """Python takes handlers away while it ends: then a signal would kill the process, its work done."""
+    program = """
+import signal
+from glm_dcp_jax.convert import interrupts
+interrupts.end_at_once()
+interrupts.come_too_late()
+class Last:
+    def __del__(self, send=signal.raise_signal, number=signal.SIGTERM):
+        send(number)
+signal.kept = Last()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,9 @@ from typing import Any
 
 from glm_dcp_jax.config.errors import ConfigError
 
+MOST = 2**31 - 1
+"""What an int32 holds, as which sizes and positions are computed with."""
+
 
 class Fields(dict[str, Any]):
     """The non-null fields of a config.json. Every reader raises ConfigError for a field that is missing or wrong."""
@@ -13,12 +16,14 @@ class Fields(dict[str, Any]):
     def __init__(self, fields: Mapping[str, Any]) -> None:
         super().__init__({key: value for key, value in fields.items() if value is not None})
 
-    def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
-        """A whole number of at least `least`; without a default it must be there."""
+    def integer(self, name: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
+        """A whole number of at least `least` and at most `most`; without a default it must be there."""
         value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             wanted = "a positive integer" if least == 1 else f"an integer of at least {least}"
             raise ConfigError(f"{name} must be {wanted}, but is {value!r}")
+        if value > most:
+            raise ConfigError(f"{name} {value} is not plausible; at most {most} are allowed")
         return value
 
     def integers(self, name: str) -> tuple[int, ...]:

@@ -1,6 +1,8 @@
 """Reading JSON that others wrote: whatever is wrong with it is one kind of error."""
 
 import json
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,32 +11,34 @@ from glm_dcp_jax.config.errors import ConfigError
 
 def parse_json(text: str | bytes) -> Any:
     """The value that `text` holds. Raises ValueError for everything that is wrong, hostile nesting included."""
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("its brackets are nested too deeply") from None
+    return _parsed(text, None)
 
 
-def parse_unique_json(text: str) -> Any:
+def parse_unique_json(text: str | bytes) -> Any:
     """As `parse_json`, but an object that names a key twice is wrong, too: one of them would be ignored."""
+    return _parsed(text, _once)
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise ValueError(f"the key {twice!r} is there twice")
-        return dict(pairs)
 
+def _parsed(text: str | bytes, object_of: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=once)
+        return json.loads(text, object_pairs_hook=object_of)
     except RecursionError:
         raise ValueError("its brackets are nested too deeply") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        twice = next(name for name, count in counts.items() if count > 1)
+        raise ValueError(f"the key {twice!r} is there twice")
+    return found
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a UTF-8 file. Raises ConfigError that names the file."""
+    """The JSON object in a UTF-8 file, no key of which is there twice. Raises ConfigError that names the file."""
     try:
-        content = parse_json(path.read_text(encoding="utf-8"))
+        content = parse_unique_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; a checkpoint directory needs a {path.name}") from None
     except IsADirectoryError:

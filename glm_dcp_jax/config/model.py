@@ -12,7 +12,7 @@ from typing import Any
 from glm_dcp_jax.config.cache_scheme import cache_scheme, says_something
 from glm_dcp_jax.config.engine import FLOAT_DTYPES, one_of
 from glm_dcp_jax.config.errors import ConfigError
-from glm_dcp_jax.config.fields import Fields
+from glm_dcp_jax.config.fields import MOST, Fields
 from glm_dcp_jax.config.json_file import read_json_object
 from glm_dcp_jax.config.quantisation import Quantisation
 from glm_dcp_jax.config.schedule import Run, full_layers, runs_of, sparse_layers, stages_of
@@ -21,7 +21,7 @@ MODEL_TYPE = "glm_moe_dsa"
 LATENT_NORM_EPS = 1e-6
 """eps of q_a_layernorm and kv_a_layernorm. transformers uses 1e-6; vLLM and SGLang use rms_norm_eps."""
 INDEX_NORM_EPS = 1e-6
-MAX_LAYERS = 10_000
+MOST_LAYERS = MOST_EXPERTS = 10_000
 """Far above any model: a larger number is a mistake, and would take memory before anything else notices."""
 
 _SIZES = (
@@ -108,13 +108,10 @@ class ModelConfig:
         """Read an HF config dict. Null counts as absent. Raises ConfigError that names the field."""
         fields = Fields(config)
         _refuse_unknown(fields)
-        sizes: dict[str, Any] = {name: fields.integer(name) for name in _SIZES}
+        most = {"num_hidden_layers": MOST_LAYERS}
+        sizes: dict[str, Any] = {name: fields.integer(name, most=most.get(name, MOST)) for name in _SIZES}
         _require_equal_heads(fields, sizes["num_attention_heads"])
         layers = sizes["num_hidden_layers"]
-        if layers > MAX_LAYERS:
-            raise ConfigError(
-                f"num_hidden_layers {layers} is not a plausible depth; at most {MAX_LAYERS} are allowed"
-            )
         dtype = fields.text("dtype", fields.text("torch_dtype", "bfloat16"))
         one_of("config.json's dtype", dtype, FLOAT_DTYPES)
         full, sparse = full_layers(fields, layers), sparse_layers(fields, layers)
@@ -192,8 +189,10 @@ def _require_equal_heads(fields: Fields, heads: int) -> None:
 
 
 def _feed_forward(fields: Fields, sparse: tuple[bool, ...]) -> dict[str, Any]:
-    names = ("moe_intermediate_size", "n_routed_experts", "num_experts_per_tok")
-    found: dict[str, Any] = {name: fields.integer(name) if any(sparse) else 0 for name in names}
+    names = {"moe_intermediate_size": MOST, "n_routed_experts": MOST_EXPERTS, "num_experts_per_tok": MOST}
+    found: dict[str, Any] = {
+        name: fields.integer(name, most=most) if any(sparse) else 0 for name, most in names.items()
+    }
     found["intermediate_size"] = 0 if all(sparse) else fields.integer("intermediate_size")
     found |= {
         "n_shared_experts": fields.integer("n_shared_experts", 1, least=0),

@@ -10,6 +10,7 @@ from typing import Any
 
 from glm_dcp_jax.config.cache_scheme import is_only_about_the_cache, says_something
 from glm_dcp_jax.config.errors import ConfigError
+from glm_dcp_jax.config.fields import MOST
 
 FP8_BLOCK = (128, 128)
 METHODS = ("fp8", "modelopt", "compressed-tensors")
@@ -99,9 +100,9 @@ def _block(section: Mapping[str, Any]) -> tuple[int, int]:
         if not (
             isinstance(block, list | tuple)
             and len(block) == 2
-            and all(type(n) is int and n > 0 for n in block)
+            and all(type(n) is int and 0 < n <= MOST for n in block)
         ):
-            raise ConfigError(f"{field} must be two positive integers, but is {block!r}")
+            raise ConfigError(f"{field} must be two positive integers of at most {MOST}, but is {block!r}")
         blocks.setdefault((block[0], block[1]), field)
     if len(blocks) > 1:
         said = " and ".join(f"{field} is {list(block)}" for block, field in blocks.items())

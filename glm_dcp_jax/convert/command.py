@@ -40,11 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(in_flags(str(error), _SPELLED), 2)
     from glm_dcp_jax.model.locate import ModelNotFound
     from glm_dcp_jax.model.safetensors_reader import CheckpointError
+    from glm_dcp_jax.plan.output import put_out
 
     try:
-        print(_convert(flags, parallel))
+        done = _convert(flags, parallel)
     except (ConfigError, ModelNotFound, CheckpointError, OSError) as error:
         return _fail(in_flags(str(error), _SPELLED), 1)
+    put_out(done)  # whether or not anybody can read it
     return 0
 
 

@@ -14,7 +14,6 @@ from types import FrameType
 INTERRUPTED = 130
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _to_tidy: list[Callable[[], None]] = []
-_whole = False
 
 
 def end_at_once() -> None:
@@ -34,14 +33,16 @@ def tidied_by(tidy: Callable[[], None]) -> Iterator[None]:
 
 
 def come_too_late() -> None:
-    """From now on they do nothing: all is made, and the process ends by itself in a moment."""
-    global _whole
-    _whole = True
+    """From now on they do nothing: all is made, and the process ends by itself in a moment.
+
+    Ignored, since Python takes handlers away while it ends, and then a signal would make a failure of it.
+    """
+    for each in _SIGNALS:
+        if signal.getsignal(each) is _end:
+            signal.signal(each, signal.SIG_IGN)
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    if _whole:
-        return
     for each in _SIGNALS:
         signal.signal(each, signal.SIG_IGN)  # a second one would interrupt the tidying
     for tidy in _to_tidy:

@@ -1,6 +1,7 @@
 """The directory that a conversion makes: all of it or nothing, whatever happens on the way."""
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -14,6 +15,7 @@ from glm_dcp_jax.convert import interrupts
 
 _log = logging.getLogger(__name__)
 _LOCK = ".lock"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 _QUIET_SECONDS, _CLEANING_SECONDS = 0.5, 20.0
 _UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3}
@@ -30,7 +32,7 @@ def check_target(source: Path, target: Path) -> None:
         )
     if target.is_relative_to(source):
         raise ConfigError(f"DST ({target}) lies in SRC ({source}); give a directory beside it")
-    place = next(parent for parent in target.parents if parent.exists())
+    place = next(parent for parent in (*target.parents, target) if parent.exists())
     if not place.is_dir():
         raise ConfigError(f"DST ({target}) lies in {place}, which is a file; give a path in a directory")
     if target.exists() and not target.is_dir():
@@ -50,6 +52,11 @@ def check_space(target: Path, nbytes: int) -> None:
         )
 
 
+def no_room(path: Path, why: str) -> str:
+    """That something cannot be written."""
+    return f"{path} cannot be written: {why}; make room there, or give a directory on another disk"
+
+
 def in_words(nbytes: float) -> str:
     """Such as "7.56 GB", "75.6 kB" or "756 bytes"."""
     unit, size = next((each for each in _UNITS.items() if nbytes >= each[1]), ("bytes", 1))
@@ -62,7 +69,7 @@ def whole_or_nothing(target: Path) -> Iterator[Path]:
     """A directory to fill, which becomes `target` if the block ends well, and goes if it does not.
 
     It lies beside the target, as .NAME.partial-PID, and is locked while its process lives: what a killed process left
-    is removed by the next conversion into the same target.
+    is removed by the next conversion into the same target. Raises OSError in words where there is no room for it.
     """
     target = target.resolve()
     partial = target.parent / f".{target.name}.partial-{os.getpid()}"
@@ -92,6 +99,10 @@ def whole_or_nothing(target: Path) -> Iterator[Path]:
                         f"{target} came into being in the meantime ({error.strerror}); what was converted is gone. "
                         "Give another directory"
                     ) from None
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            raise OSError(no_room(target, os.strerror(error.errno))) from error
         finally:
             tidy()
 

@@ -6,7 +6,7 @@ the Hugging Face cache, whose large files are links to blobs that are named by t
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from glm_dcp_jax.model.safetensors_reader import CheckpointError
 SUMS_NAME = "SHA256SUMS"
 READERS = 8
 _CHUNK = 4 << 20
-_LINE = re.compile(r"^\\?([0-9a-fA-F]{64})\s[ *]?(.+)$")
+_LINE = re.compile(r"^\\?([0-9a-fA-F]{64})(?:\s[ *]?(.+))?$")
 
 
 def verify_checksums(directory: Path, files: Iterable[Path]) -> None:
@@ -59,8 +59,8 @@ def _sums(directory: Path, files: Iterable[Path]) -> dict[Path, str]:
         beside, link = file.with_name(f"{file.name}.sha256"), file.resolve()
         own = _listed(beside)
         known = {
-            f"by {SUMS_NAME}": listed.get(file.name),
-            f"by {beside.name}": own.get(file.name) or own.get(""),
+            f"by {SUMS_NAME}": _sum_for(listed, file.relative_to(directory)),
+            f"by {beside.name}": _sum_for(own, Path(file.name)) or own.get(Path()),
             "by the name of the file that it links to": link.name if _is_blob(file, link) else None,
         }
         by_sum = {found: source for source, found in known.items() if found}
@@ -82,22 +82,32 @@ def _is_blob(file: Path, link: Path) -> bool:
     return file.is_symlink() and re.fullmatch("[0-9a-f]{64}", link.name) is not None
 
 
-def _listed(path: Path) -> dict[str, str]:
-    """Sums by file name; one that stands alone is under ""."""
+def _sum_for(sums: Mapping[Path, str], file: Path) -> str | None:
+    """By its path; else by its name, where all sums of files of that name are one: the list may be of another place."""
+    named = {found for path, found in sums.items() if path.name == file.name}
+    return sums.get(file) or (named.pop() if len(named) == 1 else None)
+
+
+def _listed(path: Path) -> dict[Path, str]:
+    """Sums by file, as it is named there; one that stands alone is under Path(). Raises CheckpointError for a line that
+    is none, and where a file has two sums."""
     if not path.is_file():
         return {}
-    sums = {}
+    sums: dict[Path, str] = {}
     for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
         text = line.strip()
         if not text or text.startswith("#"):
             continue
-        if re.fullmatch("[0-9a-fA-F]{64}", text):
-            sums[""] = text.lower()
-        elif match := _LINE.match(text):
-            sums[Path(match[2]).name] = match[1].lower()
-        else:
+        match = _LINE.match(text)
+        if match is None:
             raise CheckpointError(
                 f"{path}: line {number} is not a SHA-256 sum and a file name: {text[:80]!r}"
+            )
+        file, found = Path(match[2] or ""), match[1].lower()
+        if sums.setdefault(file, found) != found:
+            raise CheckpointError(
+                f"{path}: line {number} has another SHA-256 sum of {match[2] or 'the file'} than a line before; keep "
+                "that of the publisher"
             )
     return sums
 

@@ -59,7 +59,7 @@ def convert_weights(
     """Write the weights and the manifest into a model directory. Needs memory for one part.
 
     manifest: without parts. done: is told how many bytes have been converted, again and again. Returns the manifest as
-    written.
+    written. Raises CheckpointError for a checkpoint that changes in the meantime.
     """
     saved = {}
     for name, given in parts.items():
@@ -68,6 +68,7 @@ def convert_weights(
         _save(folder, dict(zip(leaves, load_leaves(stored, list(leaves.values()), done), strict=True)))
         arrays = {key: _saved(leaf) for key, leaf in leaves.items()}
         saved[name] = Part(arrays, _formats(leaves.values()), _files(directory, folder))
+    stored.checkpoint.require_unchanged()
     whole = replace(manifest, parts=saved)
     whole.write(directory)
     return whole

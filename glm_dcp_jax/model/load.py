@@ -7,12 +7,13 @@ long as all of them fit into AHEAD_BYTES: host memory stays near that.
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from glm_dcp_jax.config import ModelConfig
 from glm_dcp_jax.model.network import NetworkShape, is_variable
 from glm_dcp_jax.model.parameters import Source
 from glm_dcp_jax.model.safetensors_reader import CheckpointError, verify
-from glm_dcp_jax.model.stored_weights import PLAIN, StoredWeights
+from glm_dcp_jax.model.stored_weights import PLAIN, StoredWeights, require_range
 
 _log = logging.getLogger(__name__)
 
@@ -102,12 +103,15 @@ _Shards = list[tuple[np.ndarray, list[jax.Device]]]
 def load_parameters(stored: StoredWeights, config: ModelConfig, shape: NetworkShape, mesh: Mesh) -> Any:
     """The network's parameters on the mesh, as an nnx.State like shape.parameters.
 
-    Raises CheckpointError naming missing, unexpected, mis-shaped or truncated tensors before anything is loaded.
+    Raises CheckpointError naming missing, unexpected, mis-shaped or truncated tensors before anything is loaded, and
+    files that changed in the meantime; for weights that the dtype cannot hold, too.
     """
     leaves = leaves_on(mesh, shape)
     check_tensors(stored, config, shape, leaves)
     with progress("Loading weights", sum(leaf.nbytes for leaf in leaves)) as bar:
-        return as_parameters(shape, load_leaves(stored, leaves, bar.update))
+        loaded = load_leaves(stored, leaves, bar.update)
+    stored.checkpoint.require_unchanged()
+    return as_parameters(shape, loaded)
 
 
 def load_leaves(
@@ -142,12 +146,31 @@ def check_tensors(
     """Raise CheckpointError unless all of these can be loaded; say what is left out, and what is dequantised."""
     expected = {name: source.shape for leaf in leaves for source in leaf.sources for name in source.names}
     _require_mtp(stored, shape)
+    try:
+        _verify(stored, expected, config, shape)
+    except CheckpointError as error:
+        if shape.mtp_layer is None:
+            raise
+        start = f"model.layers.{shape.mtp_layer}."
+        trunk = {name: size for name, size in expected.items() if not name.startswith(start)}
+        with contextlib.suppress(CheckpointError):
+            _verify(stored, trunk, config, shape._replace(mtp_layer=None))
+            error.args = (
+                f"{error}\nAll but the MTP layer ({start}*) is as it should be, and only drafts need that: leave "
+                "--speculative-config out, or convert with --no-mtp",
+            )
+        raise
+    _say_what_is_left_out(stored, config, shape)
+    _say_what_is_dequantised(stored, leaves)
+
+
+def _verify(
+    stored: StoredWeights, expected: Mapping[str, tuple[int, ...]], config: ModelConfig, shape: NetworkShape
+) -> None:
     stored.check(expected)  # first: what a weight is stored as decides its shape
     present = {name: stored.shape(name) for name in stored.names()}
     ignored = lambda name: _why_left_out(name, config, shape) is not None  # noqa: E731
     verify(expected, present, stored.checkpoint.directory, ignored=ignored)
-    _say_what_is_left_out(stored, config, shape)
-    _say_what_is_dequantised(stored, leaves)
 
 
 def leaves_on(mesh: Mesh, shape: NetworkShape) -> list[Leaf]:
@@ -342,7 +365,12 @@ def _cut(
         if not name:  # padding
             continue
         found = _read(stored, name, source, inner)
-        shard[place + tuple(slice(0, size) for size in found.shape)] = found
+        # The ellipsis keeps one number a view.
+        where: tuple[Any, ...] = (*place, *(slice(0, size) for size in found.shape), ...)
+        part = shard[where]
+        with np.errstate(over="ignore"):
+            part[...] = found
+        require_range(name, found, part)
     return shard
 
 

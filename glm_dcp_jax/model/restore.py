@@ -206,7 +206,18 @@ def _made(each: _Wanted, arrays: Mapping[str, jax.Array], part: Part) -> jax.Arr
         found = _picked(arrays[each.name], rows, columns, shape, sharding)
     else:
         found = arrays[each.name]
+    _require_range(each, saved, found)
     return jax.block_until_ready(jax.device_put(found, sharding))
+
+
+def _require_range(each: _Wanted, saved: Mapping[str, SavedArray], found: jax.Array) -> None:
+    """As of the original: what was converted as another dtype may not fit into float16."""
+    cast = found.dtype == np.float16 and [array.dtype for array in saved.values()] != ["float16"]
+    if cast and bool(jnp.isinf(found).any()):
+        raise CheckpointError(
+            f"{each.name} holds values beyond {np.finfo(np.float16).max:g}, where float16 ends; use --dtype "
+            "bfloat16 or float32"
+        )
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))

@@ -338,6 +338,18 @@ class StoredWeights:
             raise CheckpointError(f"{tensor} is stored as {dtype}; scales are {', '.join(allowed)}")
 
 
+def require_range(name: str, values: np.ndarray, cast: np.ndarray) -> None:
+    """Raise CheckpointError for values that became infinite when they were cast: bfloat16's to float16."""
+    if cast.dtype != np.float16 or values.dtype == cast.dtype:
+        return
+    lost = np.isinf(cast) & np.isfinite(values)
+    if lost.any():
+        raise CheckpointError(
+            f"{name} holds {float(values[lost].flat[0]):g}, and float16 ends at {np.finfo(np.float16).max:g}; use "
+            "--dtype bfloat16 or float32"
+        )
+
+
 def _first_nan(codes: np.ndarray) -> tuple[int, int] | None:
     """Row and column of the first E4M3 code that is no number. Copies nothing: such codes are the largest bytes."""
     rows = max(1, _LOOKED_AT // max(1, codes.shape[1]))

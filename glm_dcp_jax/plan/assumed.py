@@ -9,7 +9,7 @@ from glm_dcp_jax.config.cache_scheme import says_something
 from glm_dcp_jax.config.json_file import read_json_object
 from glm_dcp_jax.kernels.weights import NVFP4_GROUP
 from glm_dcp_jax.model.stored_weights import ALL_PLAIN, WeightFormats
-from glm_dcp_jax.plan.presets import ONE_SCALE, fp8_formats, nvfp4_formats
+from glm_dcp_jax.plan.presets import ONE_SCALE, fp8_formats, nvfp4_formats, split_group
 
 _KNOWN: dict[str, dict[str, tuple[Any, ...]]] = {
     "fp8": {"fmt": (None, "e4m3"), "quant_algo": (None, "FP8")},
@@ -41,9 +41,20 @@ def assumed_formats(
             raise _unknown(directory, field, section.get(field), known)
     if found.method == "fp8":
         return fp8_formats(model, found.block), "quantised as GLM-5.2's FP8 form, by its quant_method fp8"
+    named = _ALGORITHM_OF.get(str(section.get("quant_method")))
+    if named not in (None, section["quant_algo"]):
+        raise ConfigError(
+            f"quant_method {section['quant_method']} contradicts quant_algo {section['quant_algo']}; leave one of them "
+            "in config.json"
+        )
     if section["quant_algo"] == "FP8":
         weights = fp8_formats(model, ONE_SCALE)
         return weights, "what GLM-5.2's FP8 form quantises, with one scale each, by its quant_algo FP8"
+    if odd := split_group(model):
+        raise ConfigError(
+            f"experts cannot be stored in NVFP4, as the quantisation says: {odd}; use the config.json of a quantised "
+            "checkpoint"
+        )
     return nvfp4_formats(model), "experts in NVFP4, by its quant_algo NVFP4"
 
 

@@ -82,7 +82,7 @@ class Capacity:
         scheduler, parallel = blueprint.config.scheduler, blueprint.config.parallel
         tp, itemsize = parallel.tensor_parallel_size, blueprint.formats.compute.itemsize
         rows = min(scheduler.max_num_batched_tokens, self.longest)
-        decode_rows = scheduler.max_num_seqs * (1 + blueprint.drafts_each)
+        decode_rows = max(scheduler.max_num_seqs, self.requests) * (1 + blueprint.drafts_each)
         heads = padded(model.num_attention_heads, tp) // tp
         width = padded(model.moe_intermediate_size or model.intermediate_size, tp) // tp
         each = model.num_experts_per_tok or 1

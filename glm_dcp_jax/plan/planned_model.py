@@ -10,9 +10,9 @@ from glm_dcp_jax.model.converted import ConvertedCheckpoint, open_checkpoint
 from glm_dcp_jax.model.locate import ModelNotFound, locate_model
 from glm_dcp_jax.model.manifest import MANIFEST
 from glm_dcp_jax.model.safetensors_reader import INDEX_NAME, CheckpointError
-from glm_dcp_jax.model.stored_weights import WeightFormats
+from glm_dcp_jax.model.stored_weights import PLAIN, WeightFormats
 from glm_dcp_jax.plan.assumed import assumed_formats
-from glm_dcp_jax.plan.presets import PRESETS, preset
+from glm_dcp_jax.plan.presets import PRESETS, RuleFormats, preset
 
 _WEIGHTS = (MANIFEST, INDEX_NAME, "*.safetensors", "*.bin", "*.pt", "*.pth")
 """With any of these in it, a directory is opened as the engine does, which says what is wrong with it."""
@@ -67,6 +67,8 @@ def _stored(config: EngineConfig, model: ModelConfig, directory: Path) -> Planne
     if not any(any(directory.glob(pattern)) for pattern in _WEIGHTS):
         Quantisation.check(config.quantization, model.quantisation)
         weights, how = assumed_formats(model, directory, dict(config.hf_overrides))
+        kinds = {weights.stored.kind} if isinstance(weights, RuleFormats) else {PLAIN.kind}
+        Quantisation.check(config.quantization, model.quantisation, kinds)
         note = f"there are no files of weights beside config.json: assumed {how}"
         return PlannedModel(config.model, model, weights, note, has_mtp=has_mtp)
     # As the engine takes them, but for sums, for which all weights would be read.

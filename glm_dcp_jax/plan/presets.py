@@ -11,6 +11,7 @@ from functools import cache
 
 from glm_dcp_jax.config import ConfigError, ModelConfig
 from glm_dcp_jax.config.quantisation import FP8_BLOCK
+from glm_dcp_jax.kernels.weights import NVFP4_GROUP
 from glm_dcp_jax.model.stored_weights import ALL_PLAIN, NVFP4, PLAIN, StoredFormat, WeightFormats
 from glm_dcp_jax.plan import glm52
 
@@ -68,6 +69,13 @@ def fp8_formats(model: ModelConfig, block: tuple[int, int] = FP8_BLOCK) -> Weigh
 def nvfp4_formats(model: ModelConfig, shared: bool = True) -> WeightFormats:
     """ModelOpt's NVFP4 form: routed experts, and `shared` ones, but for the MTP layer's."""
     return RuleFormats(NVFP4, _EXPERTS if shared else _ROUTED, model.num_hidden_layers)
+
+
+def split_group(model: ModelConfig) -> str | None:
+    """A size of the experts' inputs that is no whole number of NVFP4's groups, in words; None where all are."""
+    sizes = {"hidden_size": model.hidden_size, "moe_intermediate_size": model.moe_intermediate_size}
+    odd = (f"{name} {size}" for name, size in sizes.items() if size % NVFP4_GROUP)
+    return next((f"{size} is no multiple of {NVFP4_GROUP}" for size in odd), None)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from glm_dcp_jax.config import ConfigError, EngineConfig, ProcessConfig
 from glm_dcp_jax.plan.capacity import Capacity
 from glm_dcp_jax.plan.gpus import MAX_COUNT, Target, known_gpus, target
 from glm_dcp_jax.plan.planned_model import PlannedModel
-from glm_dcp_jax.plan.presets import fp8_formats, nvfp4_formats
+from glm_dcp_jax.plan.presets import fp8_formats, nvfp4_formats, split_group
 from glm_dcp_jax.plan.sketch import all_leaves, sketch
 
 _COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -170,7 +170,7 @@ def _smaller_forms(planned: PlannedModel) -> Iterator[tuple[str, PlannedModel]]:
     forms = []
     if not kinds:
         forms.append(("FP8 weights", "glm-5.2-fp8", fp8_formats(model)))
-    if "nvfp4" not in kinds and any(model.sparse):
+    if "nvfp4" not in kinds and any(model.sparse) and split_group(model) is None:
         forms.append(("experts in NVFP4", "glm-5.2-nvfp4", nvfp4_formats(model)))
     for what, name, weights in forms:
         called = f"{what} (--model {name})" if planned.form else what

@@ -8,7 +8,7 @@ from glm_dcp_jax.config import ConfigError
 from glm_dcp_jax.plan.capacity import Capacity
 from glm_dcp_jax.plan.decode_report import Load, by_arithmetic, compiled, paths_of, prefill_temporaries
 from glm_dcp_jax.plan.flags import CONTEXT, Options
-from glm_dcp_jax.plan.planned_model import planned_model
+from glm_dcp_jax.plan.planned_model import PlannedModel, planned_model
 from glm_dcp_jax.plan.remedies import Case, remedies
 from glm_dcp_jax.plan.sketch import check_weights, sketch
 from glm_dcp_jax.plan.weights import Parameters, parameters
@@ -48,7 +48,7 @@ def answer(options: Options) -> dict[str, Any]:
     return {
         "note": NOTE,
         "model": model.name,
-        "weights_stored": model.note,
+        "weights_stored": model.note + _without_mtp(model, found),
         "gpus": str(options.target),
         "memory_per_gpu_bytes": options.target.memory_bytes,
         "tensor_parallel_size": options.config.parallel.tensor_parallel_size,
@@ -101,10 +101,6 @@ def _check(case: Case, options: Options) -> None:
     model, length = case.planned.config, options.config.scheduler.max_model_len
     if options.config.speculative is not None:
         options.config.speculative.check_model(model)
-        if not case.planned.has_mtp:
-            raise ConfigError(
-                f"speculative_config needs the MTP layer, but {case.planned.name} has no weights of one; leave it out"
-            )
     for name, tokens in (("max_model_len", length), ("--context", options.context)):
         if tokens is not None and tokens > model.max_position_embeddings:
             raise ConfigError(
@@ -133,6 +129,12 @@ def _wanted_context(options: Options, found: Capacity) -> int:
     if options.context is not None:
         return options.context
     return min(CONTEXT, options.config.scheduler.max_model_len or found.model.max_position_embeddings)
+
+
+def _without_mtp(model: PlannedModel, found: Capacity) -> str:
+    if not model.has_mtp or any(leaf.part == "mtp" for leaf in found.leaves):
+        return ""
+    return "; the MTP layer's are not all there, or cannot be read, and are not counted"
 
 
 def _without_times(figures: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """An engine on GPUs that need neither be here nor be compiled for: what arithmetic says of it."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from glm_dcp_jax.model.converted import ConvertedCheckpoint
 from glm_dcp_jax.model.load import check_tensors, leaves_on
 from glm_dcp_jax.model.restore import check_parts
 from glm_dcp_jax.model.safetensors_reader import CheckpointError
-from glm_dcp_jax.model.stored_weights import StoredWeights
+from glm_dcp_jax.model.stored_weights import StoredWeights, WeightFormats
 from glm_dcp_jax.parallel.mesh import TENSOR_AXES
 from glm_dcp_jax.plan.gpus import Target
 from glm_dcp_jax.plan.planned_model import PlannedModel
@@ -59,10 +60,25 @@ def check_weights(blueprint: Blueprint) -> None:
 
 
 def all_leaves(blueprint: Blueprint, has_mtp: bool) -> tuple[Leaf, ...]:
-    """The parameters' arrays on one GPU, the MTP layer's among them where there are any, whether or not it drafts."""
-    config = blueprint.config
-    if has_mtp and config.speculative is None:
-        config = replace(config, speculative=SpeculativeConfig(1))
-    whole = replace(blueprint, config=config)
+    """The parameters' arrays on one GPU; the MTP layer's too, drafting or not, unless it could not be loaded."""
     sizes = dict(zip(TENSOR_AXES, blueprint.mesh.devices.shape, strict=True))
-    return shares(whole.shape, sizes)
+    if not has_mtp or blueprint.config.speculative is not None:
+        return shares(blueprint.shape, sizes)
+    drafting = replace(blueprint.config, speculative=SpeculativeConfig(1))
+    found = shares(replace(blueprint, config=drafting).shape, sizes)
+    if _can_be_loaded(blueprint.weights, [leaf for leaf in found if leaf.part == "mtp"]):
+        return found
+    return shares(blueprint.shape, sizes)
+
+
+def _can_be_loaded(weights: WeightFormats, leaves: Iterable[Leaf]) -> bool:
+    """Whether a checkpoint has all of these; of one that is not there, or was converted, all is assumed."""
+    if not isinstance(weights, StoredWeights):
+        return True
+    expected = {name: leaf.source.shape for leaf in leaves for name in leaf.tensors}
+    try:
+        weights.check(expected)
+    except CheckpointError:
+        return False
+    present = set(weights.names())
+    return all(name in present and weights.shape(name) == shape for name, shape in expected.items())

@@ -57,6 +57,13 @@ class Leaf(NamedTuple):
     nbytes: int
     layers: tuple[int | None, ...]
 
+    @property
+    def tensors(self) -> Iterator[str]:
+        """Names of the checkpoint's weights that it is made of."""
+        for layer in self.layers:
+            for name in self.source.names:
+                yield name.format(layer=layer)
+
 
 class Parameters(NamedTuple):
     """total: parameters, without scales. trunk: without the MTP layer's. tensors, nbytes: of the checkpoint, scales
@@ -101,7 +108,7 @@ def parameters(all_leaves: Iterable[Leaf], weights: WeightFormats, itemsize: int
     counts = {"total": 0, "trunk": 0, "tensors": 0, "nbytes": 0, "trunk_nbytes": 0}
     seen: set[str] = set()
     for leaf in all_leaves:
-        for name in _names_of(leaf):
+        for name in leaf.tensors:
             if name in seen:
                 continue
             seen.add(name)
@@ -134,12 +141,6 @@ def _stored(name: str, shape: tuple[int, ...], weights: WeightFormats, itemsize:
         return stored_bytes(weights.of(name), shape, itemsize)
     tensors = weights.tensors(name)
     return len(tensors), sum(weights.checkpoint.info(tensor).nbytes for tensor in tensors)
-
-
-def _names_of(leaf: Leaf) -> Iterator[str]:
-    for layer in leaf.layers:
-        for name in leaf.source.names:
-            yield name.format(layer=layer)
 
 
 def _names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:

@@ -244,6 +244,15 @@ class TestAbsurdValues:
     def test_a_model_without_end(self, layers):
         refused(f"num_hidden_layers {layers} .* at most 10000", num_hidden_layers=layers)
 
+    @pytest.mark.parametrize("experts", [10_001, 10**30])
+    def test_experts_without_end(self, experts):
+        """Each has weights of its own, whose names are listed."""
+        refused(f"n_routed_experts {experts} .* at most 10000", n_routed_experts=experts)
+
+    @pytest.mark.parametrize("field", ["hidden_size", "vocab_size", "index_topk", "max_position_embeddings"])
+    def test_sizes_that_no_index_counts(self, field):
+        refused(f"{field} {2**31} .* at most {2**31 - 1}", **{field: 2**31})
+
     def test_a_number_that_is_no_float(self):
         refused("rms_norm_eps must be a number above 0", rms_norm_eps=10**400)
 
@@ -252,6 +261,14 @@ class TestLoad:
     @staticmethod
     def write(directory, name: str, content: object) -> None:
         (directory / name).write_text(content if isinstance(content, str) else json.dumps(content))
+
+    def test_a_field_that_is_there_twice(self, tmp_path):
+        text = json.dumps(GLM_5_2)
+        self.write(tmp_path, "config.json", text[:-1] + ', "hidden_size": 4}')
+        with pytest.raises(
+            ConfigError, match=r"config\.json cannot be .*the key 'hidden_size' is there twice"
+        ):
+            ModelConfig.load(tmp_path)
 
     def test_the_directorys_config(self, tmp_path):
         self.write(tmp_path, "config.json", GLM_5_2)

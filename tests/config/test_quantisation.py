@@ -60,7 +60,9 @@ def test_other_methods_are_refused_by_name(method):
     assert repr(method) in str(raised.value)
 
 
-@pytest.mark.parametrize("block", [128, [128], [128, 0], [128, "128"], [True, True], "128x128", [1.0, 128]])
+@pytest.mark.parametrize(
+    "block", [128, [128], [128, 0], [128, "128"], [True, True], "128x128", [1.0, 128], [128, 2**31]]
+)
 def test_blocks_that_are_none(block):
     with pytest.raises(ConfigError, match="weight_block_size must be two positive integers"):
         Quantisation.of(FP8 | {"weight_block_size": block})

@@ -74,6 +74,30 @@ def test_each_file_that_differs_is_named(files):
     assert str(files[1]) in str(raised.value) and str(files[0]) not in str(raised.value)
 
 
+@pytest.mark.parametrize("form", ["{sum}  {name}\n", "{sum}\n"])
+def test_a_list_with_two_sums_of_a_file_is_refused(form, files):
+    """The last line counted, whichever it was."""
+    file = files[0]
+    beside = file.with_name(f"{file.name}.sha256")
+    right = form.format(sum=sum_of(file.read_bytes()), name=file.name)
+    beside.write_text(right + right)
+    verify_checksums(file.parent, [file])
+    beside.write_text(form.format(sum="0" * 64, name=file.name) + right)
+    with pytest.raises(CheckpointError, match=r"line 2 has another SHA-256 sum of .* than a line before"):
+        verify_checksums(file.parent, [file])
+
+
+def test_files_of_one_name_in_several_directories_have_sums_of_their_own(tmp_path):
+    files = [tmp_path / "original" / "model.safetensors", tmp_path / "model.safetensors"]
+    files[0].parent.mkdir()
+    for number, file in enumerate(files):
+        file.write_bytes(bytes([number]))
+    for order in (files, files[::-1]):
+        lines = [f"{sum_of(file.read_bytes())}  {file.relative_to(tmp_path)}\n" for file in order]
+        (tmp_path / SUMS_NAME).write_text("".join(lines))
+        verify_checksums(tmp_path, files)
+
+
 def test_a_file_without_a_sum_is_named(files):
     write_sums(files[:1])
     with pytest.raises(CheckpointError, match="has no SHA-256 sum of model-2.safetensors"):

@@ -204,6 +204,14 @@ class TestDtypes:
             assert_same(load(source, dtype="bfloat16"), load(target, dtype="bfloat16"))
         assert "were converted as float32, and are cast to bfloat16" in caplog.text
 
+    def test_what_float16_cannot_hold_is_not_made_infinite(self, tmp_path, devices):
+        devices(1)
+        config, tensors = make_model("odd_sizes")
+        tensors["model.norm.weight"][3] = 7e4
+        target = convert(write_checkpoint(tmp_path / "source", config, tensors), tmp_path / "converted")
+        with pytest.raises(CheckpointError, match="norm holds values beyond 65504, where float16 ends"):
+            load(target, (1, 1, False), dtype="float16")
+
     def test_the_routers_stay_float32(self, converted, tmp_path):
         source, _ = converted("odd_sizes")
         target = convert(source, tmp_path / "converted", "--dtype", "bfloat16")

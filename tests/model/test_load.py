@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 from flax import nnx
 
 from glm_dcp_jax.config import ModelConfig, ParallelConfig
-from glm_dcp_jax.model.load import load_parameters
+from glm_dcp_jax.model.load import load_leaves, load_parameters
 from glm_dcp_jax.model.network import abstract_network
 from glm_dcp_jax.model.safetensors_reader import Checkpoint, CheckpointError
 from glm_dcp_jax.model.stored_weights import StoredWeights
@@ -269,6 +270,33 @@ class TestErrors:
         write_checkpoint(tmp_path, config | {"index_topk_freq": 1}, tensors)
         with pytest.raises(CheckpointError, match=r"missing: model\.layers\.3\.self_attn\.indexer\."):
             load(tmp_path)
+
+    @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.experts.2.up_proj.weight"])
+    def test_weights_that_float16_cannot_hold_are_not_made_infinite(self, tmp_path, name):
+        config, tensors = make_model("equal_groups")
+        tensors[name] = tensors[name].astype(np.float32)
+        tensors[name].flat[3] = 7e4
+        directory = write_checkpoint(tmp_path, config, tensors)
+        with pytest.raises(
+            CheckpointError, match=f"{name} holds 70000, and float16 ends at 65504; use --dtype"
+        ):
+            load(directory, dtype="float16")
+        tensors[name].flat[3] = 65504
+        load(write_checkpoint(tmp_path, config, tensors), dtype="float16")
+
+    def test_a_file_that_changes_while_it_is_read_is_named_at_the_end(self, tmp_path, monkeypatch):
+        directory = write_checkpoint(tmp_path, *make_model("equal_groups"))
+
+        def loaded(*arguments):
+            arrays = load_leaves(*arguments)
+            os.utime(directory / "model.safetensors", ns=(0, 1))
+            return arrays
+
+        monkeypatch.setattr("glm_dcp_jax.model.load.load_leaves", loaded)
+        with pytest.raises(
+            CheckpointError, match=r"model\.safetensors was changed while it was being loaded"
+        ):
+            load(directory)
 
     def test_a_truncated_file_is_named_before_anything_is_loaded(self, tmp_path):
         directory = write_checkpoint(tmp_path, *make_model("single_layer"))

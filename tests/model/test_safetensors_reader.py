@@ -255,7 +255,7 @@ class TestBrokenFiles:
     @pytest.mark.parametrize("text", [b"{'w': 1}", b"\xff\xfe\x00\x01", b"", b"[1]", b"[" * 10**5], ids=len)
     def test_a_header_that_is_not_a_json_object(self, tmp_path, text):
         write_raw(tmp_path / "model.safetensors", text, bytes(8))
-        complaint = "expected the header to be a JSON object" if text == b"[1]" else "is not JSON"
+        complaint = "expected the header to be a JSON object" if text == b"[1]" else "cannot be read as JSON"
         assert complaint in self.refused(tmp_path)
 
     @pytest.mark.parametrize(
@@ -282,6 +282,18 @@ class TestBrokenFiles:
         write_raw(tmp_path / "model.safetensors", {"w": entry(dtype, [3, 2], 0, 20)}, bytes(20))
         message = self.refused(tmp_path)
         assert f"tensor 'w' has 20 bytes by its data_offsets; expected {expected} for shape (3, 2)" in message
+
+    def test_a_tensor_that_a_header_names_twice(self, tmp_path):
+        one, other = (json.dumps(entry("U8", [2], begin, begin + 2)) for begin in (0, 2))
+        write_raw(tmp_path / "model.safetensors", f'{{"w": {one}, "w": {other}}}'.encode(), bytes(4))
+        assert "cannot be read as JSON: the key 'w' is there twice" in self.refused(tmp_path)
+
+    def test_a_tensor_that_an_index_names_twice(self, tmp_path):
+        for name in ("a", "b"):
+            save_file({"w": np.ones(1)}, tmp_path / f"{name}.safetensors")
+        index = tmp_path / INDEX_NAME
+        index.write_text('{"weight_map": {"w": "a.safetensors", "w": "b.safetensors"}}')
+        assert "with weight_map, but it is no JSON: the key 'w' is there twice" in self.refused(tmp_path)
 
     def test_overlapping_tensors(self, tmp_path):
         header = {"after": entry("U8", [4], 3, 7), "before": entry("U8", [4], 0, 4)}

@@ -1,6 +1,7 @@
 """Answers into pipes that nobody reads, and onto full disks."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,22 @@ def test_a_full_disk_is_one_line(lines):
     assert code == 1
     assert said.splitlines()[-1] == "error: standard output cannot be written: No space left on device"
     assert "Traceback" not in said and "Exception" not in said
+
+
+def test_an_output_that_is_closed_is_one_line():
+    command = f"{shlex.join([sys.executable, '-c', PUT_OUT, '1'])} >&-"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.endswith("error: standard output cannot be written: Bad file descriptor\n")
+
+
+@pytest.mark.parametrize(("encoding", "answered"), [("ascii", r"caf\xe9 \udcff"), ("utf-8", r"café \udcff")])
+def test_what_the_encoding_lacks_is_escaped(encoding, answered):
+    """Such as a directory's name, which on POSIX may be any bytes."""
+    program = r"from glm_dcp_jax.plan.output import put_out; raise SystemExit(put_out('caf\xe9 \udcff'))"
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, env=environment, check=False)
+    assert (done.returncode, done.stdout.decode()) == (0, answered + "\n")
 
 
 def test_an_answer_that_can_be_written_is_success(tmp_path):

@@ -91,7 +91,34 @@ def test_an_mtp_layer_that_is_not_there_cannot_draft(planned, tmp_path):
     directory = write_checkpoint(tmp_path, config, tensors)
     assert planned(directory)[0] == 0
     code, _, error = planned(directory, "--speculative-config", '{"num_speculative_tokens": 1}')
-    assert code == 2 and error.startswith("error: --speculative-config needs the MTP layer")
+    assert code == 2 and "has no tensors of the MTP layer (model.layers.13.*)" in error
+
+
+MTP_KV_A = "model.layers.13.self_attn.kv_a_proj_with_mqa.weight"
+MTP_DEFECTS = {
+    "a norm is missing": lambda each: _without("model.layers.13.enorm.weight", each),
+    "scales are missing": lambda each: _without(f"{MTP_KV_A}_scale_inv", each),
+    "a matrix is cut": lambda each: _cut("model.layers.13.eh_proj.weight", each),
+}
+
+
+@pytest.mark.parametrize("defect", MTP_DEFECTS)
+def test_an_mtp_layer_that_cannot_be_loaded_is_needed_for_drafts_alone(defect, planned, tmp_path):
+    """As for the engine, which leaves it out then."""
+    config, tensors, _ = make_quantised("fp8", mtp=True)
+    whole = planned(write_checkpoint(tmp_path / "whole", config, tensors))[1]
+    MTP_DEFECTS[defect](tensors)
+    directory = write_checkpoint(tmp_path / "cut", config, tensors)
+    code, found, error = planned(directory)
+    assert (code, error) == (0, "")
+    assert found["weights_stored"].endswith("are not all there, or cannot be read, and are not counted")
+    assert found["memory_per_gpu"] == whole["memory_per_gpu"]
+    counted, before = found["parameters"], whole["parameters"]
+    assert counted["total"] == counted["trunk"] == before["trunk"] < before["total"]
+    assert counted["checkpoint_bytes"] == before["checkpoint_bytes_without_mtp"]
+    code, _, error = planned(directory, "--speculative-config", '{"num_speculative_tokens": 1}')
+    assert code == 2 and "model.layers.13." in error
+    assert error.endswith("leave --speculative-config out, or convert with --no-mtp\n")
 
 
 def test_of_files_only_headers_are_read_so_that_the_rest_may_be_a_hole(planned, tmp_path):
@@ -172,4 +199,4 @@ def test_what_was_converted_cannot_draft_where_the_mtp_layer_was_left_out(pair, 
     convert(pair[0], tmp_path / "converted", "--no-mtp")
     assert planned(tmp_path / "converted")[0] == 0
     code, _, error = planned(tmp_path / "converted", "--speculative-config", '{"num_speculative_tokens": 2}')
-    assert code == 2 and "needs the MTP layer" in error
+    assert code == 2 and "was converted without the MTP layer 13" in error

@@ -9,6 +9,7 @@ from glm_dcp_jax.config import ConfigError, engine_config
 from glm_dcp_jax.plan.glm52 import glm52
 from glm_dcp_jax.plan.planned_model import planned_model
 from glm_dcp_jax.plan.presets import ONE_SCALE, fp8_formats
+from glm_dcp_jax.plan.remedies import _smaller_forms
 from glm_dcp_jax.plan.weights import stored_bytes
 
 TINY = Path(__file__).parents[1] / "oracle" / "golden" / "tiny-a"
@@ -66,6 +67,14 @@ def test_without_weights_the_method_decides_and_that_is_said(config_alone, secti
         (MODELOPT, "quant_algo is left out, and is not among"),
         (MODELOPT | {"quant_algo": "NVFP4", "group_size": 32}, "group_size 32 is not among .*: 16; add"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2' is not among .*: e4m3; add"),
+        (
+            {"quant_method": "modelopt_fp4", "quant_algo": "FP8"},
+            "quant_method modelopt_fp4 contradicts quant_algo FP8",
+        ),
+        (
+            {"quant_method": "modelopt_fp8", "quant_algo": "NVFP4"},
+            "quant_method modelopt_fp8 contradicts quant_algo NVFP4",
+        ),
         ({"quant_method": "int4"}, "method 'int4'; weights of fp8, modelopt, compressed-tensors can be"),
     ],
 )
@@ -100,6 +109,30 @@ def test_the_flag_of_quantisation_is_checked(config_alone):
         ConfigError, match="quantization modelopt was asked for, but the checkpoint's method is fp8"
     ):
         planned_model(engine_config(config_alone({"quant_method": "fp8"}), quantization="modelopt"))
+
+
+def test_the_flag_may_name_an_algorithm_that_is_not_the_sections(config_alone):
+    directory = config_alone(MODELOPT | {"quant_algo": "FP8"})
+    assert planned_model(engine_config(directory, quantization="modelopt_fp8")).weights.quantised
+    with pytest.raises(ConfigError, match="modelopt_fp4 was asked for, but the weights are stored as FP8"):
+        planned_model(engine_config(directory, quantization="modelopt_fp4"))
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "moe_intermediate_size"])
+def test_nvfp4_needs_whole_groups_of_inputs(config_alone, field):
+    directory = config_alone({"quant_method": "modelopt_fp4"})
+    with pytest.raises(ConfigError, match=f"cannot be stored in NVFP4.*{field} 50 is no multiple of 16"):
+        planned_model(engine_config(directory, hf_overrides={field: 50}))
+
+
+@pytest.mark.parametrize(
+    ("width", "forms"), [(48, ["FP8 weights", "experts in NVFP4"]), (50, ["FP8 weights"])]
+)
+def test_nvfp4_is_no_remedy_for_experts_without_whole_groups(config_alone, width, forms):
+    planned = planned_model(
+        engine_config(config_alone(None), hf_overrides={"hidden_size": 64, "moe_intermediate_size": width})
+    )
+    assert [called for called, _ in _smaller_forms(planned)] == forms
 
 
 def test_overrides_are_for_directories(config_alone):
