@@ -10,6 +10,7 @@ from glm_dcp_jax.serve import chat, completions, errors, kv_transfer, prefix_cac
 from glm_dcp_jax.serve.auth import RequireKey
 from glm_dcp_jax.serve.body_limit import LimitBody, most_bytes
 from glm_dcp_jax.serve.context import Context
+from glm_dcp_jax.serve.draining import Drain
 from glm_dcp_jax.serve.interface import Engine
 from glm_dcp_jax.serve.metrics import Metrics
 from glm_dcp_jax.serve.settings import ServerSettings
@@ -18,13 +19,15 @@ from glm_dcp_jax.serve.settings import ServerSettings
 def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     """An app that serves this engine, and shuts it down when it ends itself."""
 
+    drain = Drain(settings.shutdown_timeout)
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        engine.shutdown()
+        engine.shutdown(drain.left)
 
     app = FastAPI(title="glm_dcp_jax", version=__version__, lifespan=lifespan)
-    app.state.context = Context(engine, settings, Metrics(engine, settings.served_model_names[0]))
+    app.state.context = Context(engine, settings, Metrics(engine, settings.served_model_names[0]), drain)
     errors.install(app, on_invalid=kv_transfer.call_off_invalid)
     for part in (completions, chat, tokens, prefix_cache, kv_transfer, status):
         app.include_router(part.router)

@@ -14,17 +14,16 @@ from glm_dcp_jax.config import FLAGS, REFUSED, ConfigError, EngineConfig, Flag, 
 from glm_dcp_jax.config.flags import JSON_FLAGS, explain_unknown, field_of, in_flags, option_of, value_type
 from glm_dcp_jax.config.json_file import parse_json
 from glm_dcp_jax.engine.chat_template import read_template
-from glm_dcp_jax.engine.sampling_params import MAX_LOGPROBS
-from glm_dcp_jax.serve.settings import LOG_LEVELS, ServerSettings
+from glm_dcp_jax.serve.own_flags import SAME_NAME, add_own_flags, same_named
+from glm_dcp_jax.serve.settings import ServerSettings
 
 DEMO_NAME = "glm-dcp-demo"
 DEMO_DEVICES = 4
 
 _REFUSED_HERE = {
     "chat_template_content_format": "messages reach the template as plain strings",
-    "disable_log_requests": "requests are never logged, only their access lines; leave it out",
+    "disable_log_requests": "requests are logged with --enable-log-requests only; leave it out",
     "enable_auto_tool_choice": "tool calls are not parsed yet",
-    "enable_log_requests": "requests are never logged, only their access lines",
     "reasoning_parser": "reasoning is not parsed yet; it stays part of the content",
     "ssl_certfile": "put a TLS proxy in front",
     "ssl_keyfile": "put a TLS proxy in front",
@@ -35,7 +34,6 @@ _OFF_ANYWAY = {
     "calculate_kv_scales",
     "enable_auto_tool_choice",
     "enable_expert_parallel",
-    "enable_log_requests",
     "enable_lora",
     "enforce_eager",
     "trust_remote_code",
@@ -64,7 +62,7 @@ LENGTHS = (
 _MULTIPLES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 _SPELLED = {
     name: option_of(name)
-    for name in (*(flag.name for flag in FLAGS), "api_key", "max_logprobs", "port", "served_model_name")
+    for name in (*(flag.name for flag in FLAGS), "api_key", "served_model_name", *SAME_NAME)
     if name != "dtype"  # config.json has a field of this name; the flag's values are checked by the parser
 }
 _VLLM_SHORT = {
@@ -90,18 +88,16 @@ def parse(argv: Sequence[str], has_gpu: bool) -> Command:
     arguments = _with_objects(arguments)
     _require_known(parser, arguments)
     given = vars(parser.parse_args(arguments))
+    given.pop("config")
     model = _model(given.pop("MODEL"), given.pop("model"))
     if given["tokenizer"] == "":
         raise ConfigError("--tokenizer is empty; name a directory or a tokenizer.json, or leave it out")
     names = given.pop("served_model_name")
     settings = ServerSettings(
         served_model_names=tuple(names or [model or DEMO_NAME]),
-        host=given.pop("host"),
-        port=given.pop("port"),
         api_keys=_api_keys(given.pop("api_key")),
         chat_template=_template(given.pop("chat_template")),
-        max_logprobs=given.pop("max_logprobs"),
-        log_level=given.pop("log_level"),
+        **same_named(given),
     )
     if model is None and not has_gpu:
         _spread_demo(given)
@@ -118,30 +114,7 @@ def _parser() -> argparse.ArgumentParser:
         "MODEL", nargs="?", help="checkpoint directory, or a name in the local Hugging Face cache"
     )
     parser.add_argument("--version", action="version", version=__version__)
-    server = parser.add_argument_group("server")
-    server.add_argument("--model", help="the same as MODEL")
-    server.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: this machine only)"
-    )
-    server.add_argument("--port", type=int, default=8000, help="port; 0 takes a free one (default: 8000)")
-    server.add_argument(
-        "--api-key", action="extend", nargs="+", help="key clients must send; repeatable (or VLLM_API_KEY)"
-    )
-    server.add_argument(
-        "--served-model-name", nargs="+", help="names the API gives the model (default: MODEL)"
-    )
-    server.add_argument(
-        "--chat-template", help="a jinja file, or the template itself, instead of the model's"
-    )
-    server.add_argument(
-        "--max-logprobs",
-        type=int,
-        default=MAX_LOGPROBS,
-        help=f"most logprobs a token (default: {MAX_LOGPROBS})",
-    )
-    server.add_argument(
-        "--log-level", choices=LOG_LEVELS, default="info", help="least level shown (default: info)"
-    )
+    add_own_flags(parser)
     engine = parser.add_argument_group("engine")
     for flag in FLAGS:
         _add_engine_flag(engine, flag)
