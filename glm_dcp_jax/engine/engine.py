@@ -219,12 +219,20 @@ class Engine:
             elif connector.config.kv_load_failure_policy == "recompute":
                 name = self._owner[sequence].request_id
                 _log.warning(
-                    "request %s: its prompt is computed here: its cache did not arrive: %s", name, failure
+                    "request %s: its prompt is computed here: its cache did not arrive: %s",
+                    name,
+                    failure,
+                    extra={"request_id": name},
                 )
                 self.scheduler.not_loaded(sequence)
             else:
                 name = self._owner[sequence].request_id
-                _log.warning("request %s failed: its cache did not arrive: %s", name, failure)
+                _log.warning(
+                    "request %s failed: its cache did not arrive: %s",
+                    name,
+                    failure,
+                    extra={"request_id": name},
+                )
                 self._fail_request(sequence, f"the KV cache of its prompt did not arrive ({failure.kind})")
                 changed[self._owner[sequence]] = None
 
@@ -325,7 +333,8 @@ class Engine:
 
     def _fail(self, sequence: Sequence) -> None:
         """NaN would read as token 0, and its records are not in the cache: say that the request failed instead."""
-        _log.error("request %s: the model's output is not finite", self._owner[sequence].request_id)
+        name = self._owner[sequence].request_id
+        _log.error("request %s: the model's output is not finite", name, extra={"request_id": name})
         sequence.finish_reason = "error"
         self.scheduler.remove(sequence)
 

@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = flags.parse(sys.argv[1:] if argv is None else argv, environment.has_nvidia_gpu())
     except ConfigError as error:
         return _fail(error, 2)
-    logs.configure(command.settings.log_level)
+    logs.configure(command.settings.log_level, command.settings.log_format)
     try:
         if command.config.processes.process_id > 0:
             return _follow(command)

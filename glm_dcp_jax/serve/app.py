@@ -13,6 +13,7 @@ from glm_dcp_jax.serve.context import Context
 from glm_dcp_jax.serve.draining import Drain
 from glm_dcp_jax.serve.interface import Engine
 from glm_dcp_jax.serve.metrics import Metrics
+from glm_dcp_jax.serve.request_names import NameRequests
 from glm_dcp_jax.serve.settings import ServerSettings
 
 
@@ -34,4 +35,5 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     app.add_middleware(LimitBody, limit=most_bytes(engine.max_model_len))
     if settings.api_keys:
         app.add_middleware(RequireKey, keys=settings.api_keys)
+    app.add_middleware(NameRequests)
     return app

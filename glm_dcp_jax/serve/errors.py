@@ -9,6 +9,8 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
+from glm_dcp_jax.serve.logs import REQUEST_ID
+
 _TYPES = {
     400: "BadRequestError",
     404: "NotFoundError",
@@ -104,7 +106,10 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _unforeseen(request: Request, error: Exception) -> Response:
-    return internal_error().response()
+    answer = internal_error().response()
+    if name := REQUEST_ID.get():
+        answer.headers["X-Request-Id"] = name  # it is sent from outside of what names answers
+    return answer
 
 
 def _explain(problems: Sequence[Any], content_type: str) -> ApiError:

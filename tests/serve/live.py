@@ -20,7 +20,7 @@ def live_server(engine: FakeEngine, **settings) -> Iterator[str]:
     """The URL of a server that runs while the context is open."""
     listener = run.bind("127.0.0.1", 0)
     app = create_app(engine, ServerSettings(**{"served_model_names": ("fake",), **settings}))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
