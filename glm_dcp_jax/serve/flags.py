@@ -10,8 +10,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from glm_dcp_jax._version import __version__
-from glm_dcp_jax.config import FLAGS, REFUSED, ConfigError, EngineConfig, Flag, engine_config
-from glm_dcp_jax.config.flags import JSON_FLAGS, explain_unknown, field_of, in_flags, option_of, value_type
+from glm_dcp_jax.config import FLAGS, REFUSED, ConfigError, EngineConfig, Flag, engine_config, flags_file
+from glm_dcp_jax.config.flags import (
+    JSON_FLAGS,
+    SIZE_LISTS,
+    explain_unknown,
+    field_of,
+    in_flags,
+    option_of,
+    section_of,
+    value_type,
+)
 from glm_dcp_jax.config.json_file import parse_json
 from glm_dcp_jax.engine.chat_template import read_template
 from glm_dcp_jax.serve.own_flags import SAME_NAME, add_own_flags, same_named
@@ -60,6 +69,14 @@ LENGTHS = (
 )
 """Flags that take 4k or 2G, as vLLM's do, and -1 or auto for their default."""
 _MULTIPLES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+_ENGINE_GROUPS = {
+    "engine": "engine: the model and its weights",
+    "parallel": "engine: devices, and what goes between them",
+    "cache": "engine: the cache",
+    "scheduler": "engine: what a step holds, and who waits",
+    "processes": "engine: several processes",
+}
+"""Parts of the configuration as --help calls them."""
 _SPELLED = {
     name: option_of(name)
     for name in (*(flag.name for flag in FLAGS), "api_key", "served_model_name", *SAME_NAME)
@@ -83,12 +100,18 @@ class Command:
 
 def parse(argv: Sequence[str], has_gpu: bool) -> Command:
     """Read a command line. Raises ConfigError for anything that cannot work; --help and --version exit."""
-    parser = _parser()
-    arguments = [dashed for argument in argv if (dashed := with_dashes(argument)) not in _asks_for_nothing()]
-    arguments = _with_objects(arguments)
+    parser = make_parser()
+    words = [dashed for argument in argv if (dashed := with_dashes(argument)) not in _asks_for_nothing()]
+    file, words = flags_file.split_off(words)
+    arguments = _with_objects(words)
     _require_known(parser, arguments)
+    if file is not None:
+        from_file = words_of_file(file, words, [parser])
+        if parser.parse_known_args(arguments)[0].MODEL is not None:
+            from_file = [word for word in from_file if not word.startswith("--model=")]
+        arguments = [*from_file, *arguments]
     given = vars(parser.parse_args(arguments))
-    given.pop("config")
+    del given["config"]
     model = _model(given.pop("MODEL"), given.pop("model"))
     if given["tokenizer"] == "":
         raise ConfigError("--tokenizer is empty; name a directory or a tokenizer.json, or leave it out")
@@ -104,9 +127,18 @@ def parse(argv: Sequence[str], has_gpu: bool) -> Command:
     return Command(engine_config(model or DEMO_NAME, **given), settings, demo=model is None)
 
 
-def _parser() -> argparse.ArgumentParser:
+def words_of_file(file: Path, typed: Sequence[str], parsers: Sequence[argparse.ArgumentParser]) -> list[str]:
+    """As flags_file.words_of; what is not known is explained as on the command line."""
+    return flags_file.words_of(
+        file, typed, parsers, lambda name, known: _explain(option_of(name), known), _OFF_ANYWAY
+    )
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The flags, in the groups that --help shows."""
     parser = _Parser(
         prog="python -m glm_dcp_jax.serve",
+        usage="%(prog)s [MODEL] [flags]",
         description="Serve a GLM-5.2 family checkpoint over OpenAI's API. With no MODEL, a built-in tiny model.",
         allow_abbrev=False,
     )
@@ -115,9 +147,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     add_own_flags(parser)
-    engine = parser.add_argument_group("engine")
+    groups = {section: parser.add_argument_group(title) for section, title in _ENGINE_GROUPS.items()}
     for flag in FLAGS:
-        _add_engine_flag(engine, flag)
+        _add_engine_flag(groups[section_of(flag.name)], flag)
     return parser
 
 
@@ -143,9 +175,18 @@ def _add_engine_flag(group: argparse._ArgumentGroup, flag: Flag) -> None:
         *options,
         type=convert,
         choices=flag.choices or None,
-        metavar=None if flag.choices else kind.__name__.upper(),
+        metavar=None if flag.choices else _metavar(flag.name, kind),
         help=flag.help + shown,
     )
+
+
+def _metavar(name: str, kind: type) -> str:
+    """What --help shows for a value."""
+    if name in JSON_FLAGS:
+        return "JSON"
+    if name in SIZE_LISTS:
+        return "SIZES"
+    return "LENGTH" if name in LENGTHS else kind.__name__.upper()
 
 
 def _length(text: str) -> int | None:

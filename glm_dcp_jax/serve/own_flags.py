@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from glm_dcp_jax.config.json_file import parse_json
+from glm_dcp_jax.config.flags_file import HELP, OPTION, json_list
 from glm_dcp_jax.serve.settings import LOG_FORMATS, LOG_LEVELS, ServerSettings
 
 SAME_NAME = (
@@ -34,19 +34,6 @@ def add_own_flags(parser: argparse.ArgumentParser) -> None:
     _add_logs(parser.add_argument_group("logs and profiles"))
 
 
-def json_list(text: str) -> tuple[str, ...]:
-    """A JSON list of strings, as vLLM takes it: '["https://chat.example.org"]'."""
-    try:
-        value = parse_json(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
-        raise argparse.ArgumentTypeError(
-            f"""must be a JSON list of strings such as '["*"]', but is {text!r}"""
-        )
-    return tuple(value)
-
-
 def same_named(given: dict[str, Any]) -> Mapping[str, Any]:
     """Takes out of parsed arguments what are settings as they stand."""
     return {name: given.pop(name) for name in SAME_NAME}
@@ -58,11 +45,7 @@ def _default(name: str) -> Any:
 
 def _add_server(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--model", help="the same as MODEL")
-    group.add_argument(
-        "--config",
-        metavar="FILE",
-        help="YAML file of flags; those of the command line win (docs/operations.md)",
-    )
+    group.add_argument(OPTION, metavar="FILE", help=HELP)
     group.add_argument(
         "--host", default=_default("host"), help="address to listen on (default: this machine only)"
     )
