@@ -33,7 +33,12 @@ async def create_chat_completion(request: HttpRequest, body: ChatRequest) -> Res
         context.require_ready()
         chat = Chat(context, body, handover, names_of(request, "chatcmpl"))
         if body.stream:
-            return EventStream(chat.stream(), context.stopping, handover.call_off)
+            return EventStream(
+                chat.stream(),
+                context.stopping,
+                handover.call_off,
+                context.settings.sse_keep_alive_interval,
+            )
         return json_response(await while_connected(request.receive, context.stopping, chat.whole()))
 
 

@@ -36,7 +36,12 @@ async def create_completion(request: HttpRequest, body: CompletionRequest) -> Re
         context.require_ready()
         completion = Completion(context, body, handover, names_of(request, "cmpl"))
         if body.stream:
-            return EventStream(completion.stream(), context.stopping, handover.call_off)
+            return EventStream(
+                completion.stream(),
+                context.stopping,
+                handover.call_off,
+                context.settings.sse_keep_alive_interval,
+            )
         return json_response(await while_connected(request.receive, context.stopping, completion.whole()))
 
 
