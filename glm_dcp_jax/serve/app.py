@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 
 from glm_dcp_jax._version import __version__
 from glm_dcp_jax.serve import chat, completions, errors, kv_transfer, prefix_cache, status, tokens
@@ -15,6 +16,9 @@ from glm_dcp_jax.serve.interface import Engine
 from glm_dcp_jax.serve.metrics import Metrics
 from glm_dcp_jax.serve.request_names import NameRequests
 from glm_dcp_jax.serve.settings import ServerSettings
+
+_EXPOSED = ("X-Request-Id", "Retry-After")
+"""Headers of answers that pages of other origins may read, besides the usual ones."""
 
 
 def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
@@ -28,6 +32,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
         engine.shutdown(drain.left)
 
     app = FastAPI(title="glm_dcp_jax", version=__version__, lifespan=lifespan)
+    app.root_path = settings.root_path
     app.state.context = Context(engine, settings, Metrics(engine, settings.served_model_names[0]), drain)
     errors.install(app, on_invalid=kv_transfer.call_off_invalid)
     for part in (completions, chat, tokens, prefix_cache, kv_transfer, status):
@@ -35,5 +40,14 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     app.add_middleware(LimitBody, limit=most_bytes(engine.max_model_len))
     if settings.api_keys:
         app.add_middleware(RequireKey, keys=settings.api_keys)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_credentials=settings.allow_credentials,
+            allow_methods=settings.allowed_methods,
+            allow_headers=settings.allowed_headers,
+            expose_headers=_EXPOSED,
+        )
     app.add_middleware(NameRequests)
     return app
