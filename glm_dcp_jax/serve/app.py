@@ -7,15 +7,26 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from glm_dcp_jax._version import __version__
-from glm_dcp_jax.serve import chat, completions, errors, kv_transfer, prefix_cache, status, tokens
+from glm_dcp_jax.serve import (
+    chat,
+    completions,
+    errors,
+    kv_transfer,
+    prefix_cache,
+    profiling,
+    status,
+    tokens,
+)
 from glm_dcp_jax.serve.auth import RequireKey
 from glm_dcp_jax.serve.body_limit import LimitBody, most_bytes
 from glm_dcp_jax.serve.context import Context
 from glm_dcp_jax.serve.draining import Drain
 from glm_dcp_jax.serve.interface import Engine
+from glm_dcp_jax.serve.load import CountLoad
 from glm_dcp_jax.serve.metrics import Metrics
 from glm_dcp_jax.serve.request_names import NameRequests
 from glm_dcp_jax.serve.settings import ServerSettings
+from glm_dcp_jax.serve.tracing import Profiler
 
 _EXPOSED = ("X-Request-Id", "Retry-After")
 """Headers of answers that pages of other origins may read, besides the usual ones."""
@@ -24,19 +35,29 @@ _EXPOSED = ("X-Request-Id", "Retry-After")
 def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     """An app that serves this engine, and shuts it down when it ends itself."""
 
-    drain = Drain(settings.shutdown_timeout)
+    metrics = Metrics(engine, settings.served_model_names[0])
+    drain, profiler = Drain(settings.shutdown_timeout), Profiler(settings.profiler_dir)
+    context = Context(engine, settings, metrics, drain, profiler)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
+        profiler.close()
         engine.shutdown(drain.left)
 
-    app = FastAPI(title="glm_dcp_jax", version=__version__, lifespan=lifespan)
+    app = FastAPI(
+        title="glm_dcp_jax",
+        description="OpenAI's API, with vLLM's additions, over a GLM engine.",
+        version=__version__,
+        lifespan=lifespan,
+        responses=errors.DOCUMENTED,
+    )
     app.root_path = settings.root_path
-    app.state.context = Context(engine, settings, Metrics(engine, settings.served_model_names[0]), drain)
+    app.state.context = context
     errors.install(app, on_invalid=kv_transfer.call_off_invalid)
-    for part in (completions, chat, tokens, prefix_cache, kv_transfer, status):
+    for part in (completions, chat, tokens, prefix_cache, kv_transfer, profiling, status):
         app.include_router(part.router)
+    app.add_middleware(CountLoad, load=context.load)
     app.add_middleware(LimitBody, limit=most_bytes(engine.max_model_len))
     if settings.api_keys:
         app.add_middleware(RequireKey, keys=settings.api_keys)

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from glm_dcp_jax.serve.errors import json_response
 from glm_dcp_jax.serve.paths import endpoint_path
 
-GUARDED = ("/v1", "/tokenize", "/detokenize", "/reset_prefix_cache")
+GUARDED = ("/v1", "/tokenize", "/detokenize", "/reset_prefix_cache", "/start_profile", "/stop_profile")
 
 
 class RequireKey:

@@ -10,8 +10,10 @@ from glm_dcp_jax.engine.tokenizer import Tokenizer
 from glm_dcp_jax.serve.draining import Drain
 from glm_dcp_jax.serve.errors import ApiError
 from glm_dcp_jax.serve.interface import Engine
+from glm_dcp_jax.serve.load import Load
 from glm_dcp_jax.serve.metrics import Metrics
 from glm_dcp_jax.serve.settings import ServerSettings
+from glm_dcp_jax.serve.tracing import Profiler
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,8 @@ class Context:
     settings: ServerSettings
     metrics: Metrics
     drain: Drain
+    profiler: Profiler
+    load: Load = field(default_factory=Load)
     started: int = field(default_factory=lambda: int(time.time()))
 
     @property

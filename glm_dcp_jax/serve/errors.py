@@ -7,6 +7,7 @@ from typing import Any
 import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from glm_dcp_jax.serve.logs import REQUEST_ID
@@ -21,6 +22,28 @@ _TYPES = {
 }
 _CLIENT_GONE = 499
 _SHOWN_PROBLEMS = 3
+
+
+class ErrorDetail(BaseModel):
+    """What was wrong. param: the request field to blame, if it is one. code: the status."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorAnswer(BaseModel):
+    """The body of every answer that is no success, but for a missing API key's {"error": "Unauthorized"}."""
+
+    error: ErrorDetail
+
+
+DOCUMENTED: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorAnswer, "description": "The request is wrong; the message says how"},
+    "5XX": {"model": ErrorAnswer, "description": "The server cannot answer, or not now"},
+}
+"""For /openapi.json."""
 
 
 class ApiError(Exception):

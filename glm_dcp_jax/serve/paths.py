@@ -2,6 +2,9 @@
 
 from starlette.types import Scope
 
+GENERATING = ("/v1/completions", "/v1/chat/completions")
+"""Endpoints whose requests the engine runs."""
+
 
 def endpoint_path(scope: Scope) -> str:
     """The request's path without the root path, as routes are matched."""
