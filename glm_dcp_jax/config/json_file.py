@@ -1,6 +1,7 @@
 """Reading JSON that others wrote: whatever is wrong with it is one kind of error."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,26 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("its brackets are nested too deeply") from None
 
 
+class RepeatedKey(ValueError):
+    """An object names a key twice."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"the key {key!r} is there twice")
+        self.key = key
+
+
 def parse_unique_json(text: str) -> Any:
-    """As `parse_json`, but an object that names a key twice is wrong, too: one of them would be ignored."""
+    """As `parse_json`, but an object that names a key twice is wrong, too: one of them would be ignored.
+
+    Raises RepeatedKey, a ValueError, for that.
+    """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        twice = next((name for name in names if names.count(name) > 1), None)
-        if twice is not None:
-            raise ValueError(f"the key {twice!r} is there twice")
-        return dict(pairs)
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = Counter(name for name, _ in pairs)
+            raise RepeatedKey(names.most_common(1)[0][0])
+        return found
 
     try:
         return json.loads(text, object_pairs_hook=once)

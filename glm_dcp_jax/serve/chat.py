@@ -20,8 +20,9 @@ from glm_dcp_jax.serve.limits import check_logprobs, output_budget
 from glm_dcp_jax.serve.logprobs import chat_logprobs, prompt_logprobs_body
 from glm_dcp_jax.serve.protocol import ChatRequest
 from glm_dcp_jax.serve.request_names import Names, names_of
+from glm_dcp_jax.serve.strict_json import StrictRoute
 
-router = APIRouter()
+router = APIRouter(route_class=StrictRoute)
 
 
 @router.post("/v1/chat/completions")

@@ -73,6 +73,14 @@ class ApiError(Exception):
         return answer
 
 
+class WrongBody(HTTPException):
+    """An ApiError about a body that cannot be read, as the framework lets it pass."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(error.status, error.message)
+        self.error = error
+
+
 class ClientGone(Exception):
     """The client closed the connection; there is nobody to answer."""
 
@@ -104,12 +112,18 @@ def install(app: FastAPI, on_invalid: Callable[[Request, Any], None] = lambda re
     app.add_exception_handler(ClientGone, _client_gone)
     app.add_exception_handler(RequestValidationError, invalid_request)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(WrongBody, _wrong_body)
     app.add_exception_handler(Exception, _unforeseen)
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return error.response()
+
+
+async def _wrong_body(request: Request, error: Exception) -> Response:
+    assert isinstance(error, WrongBody)
+    return error.error.response()
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:

@@ -9,8 +9,9 @@ from glm_dcp_jax.serve.errors import ApiError, json_response
 from glm_dcp_jax.serve.handover import Handover
 from glm_dcp_jax.serve.paths import GENERATING, endpoint_path
 from glm_dcp_jax.serve.protocol import ReleaseRequest
+from glm_dcp_jax.serve.strict_json import StrictRoute
 
-router = APIRouter()
+router = APIRouter(route_class=StrictRoute)
 
 
 @router.post("/v1/kv_transfer/release")
