@@ -1,5 +1,6 @@
 """--config FILE: flags from YAML, over which the command line wins; what is wrong is named with its file and key."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -190,6 +191,14 @@ def test_conversions_take_theirs(file, capsys):
     assert "flags.yaml: dtype: must be one of" in capsys.readouterr().err
     assert convert.main(["nowhere/a", "b", "--config", file("tp: 2\nno-mtp: true")]) == 1
     assert "nowhere/a" in capsys.readouterr().err
+
+
+def test_the_file_that_the_page_shows_is_a_right_one(file):
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    [shown] = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    command = parse("--config", file(shown))
+    assert command.config.scheduler.max_model_len == 128 * 1024
+    assert command.settings.served_model_names == ("glm", "glm-5.2")
 
 
 def test_both_servers_of_a_pair_read_it_and_listen_where_the_pair_says(file):
