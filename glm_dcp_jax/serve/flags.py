@@ -33,10 +33,15 @@ _REFUSED_HERE = {
     "chat_template_content_format": "messages reach the template as plain strings",
     "disable_log_requests": "requests are logged with --enable-log-requests only; leave it out",
     "enable_auto_tool_choice": "tool calls are not parsed yet",
+    "enable_request_id_headers": "answers always have X-Request-Id; leave it out",
+    "enable_server_load_tracking": "/load always says the load; leave it out",
+    "max_log_len": "prompts are never logged; see --enable-log-requests",
+    "profiler_config": "use --profiler-dir",
     "reasoning_parser": "reasoning is not parsed yet; it stays part of the content",
     "ssl_certfile": "put a TLS proxy in front",
     "ssl_keyfile": "put a TLS proxy in front",
     "tool_call_parser": "tool calls are not parsed yet",
+    "uvicorn_log_level": "use --log-level",
     "uds": "the server listens on --host and --port only",
 }
 _OFF_ANYWAY = {

@@ -201,9 +201,16 @@ def test_the_file_that_the_page_shows_is_a_right_one(file):
     assert command.settings.served_model_names == ("glm", "glm-5.2")
 
 
-def test_both_servers_of_a_pair_read_it_and_listen_where_the_pair_says(file):
-    command = pair.parse(["m", "--config", file("port: 9\nmax-num-seqs: 3")], has_gpu=True)
+def test_both_servers_of_a_pair_read_it(file):
+    command = pair.parse(["m", "--config", file("max-num-seqs: 3\nshutdown-timeout: 90")], has_gpu=True)
+    assert command.shutdown_timeout == 90
     for role in pair.ROLES:
-        words = [*command.servers[role], "--port", "1"]
-        server = parse(*words)
-        assert server.config.scheduler.max_num_seqs == 3 and server.settings.port == 1
+        assert parse(*command.servers[role]).config.scheduler.max_num_seqs == 3
+
+
+@pytest.mark.parametrize("text", ["port: 9", "host: a", "kv-transfer-config: {kv_connector: tcp}"])
+def test_what_a_pair_decides_is_no_part_of_a_file(file, text):
+    with pytest.raises(
+        ConfigError, match=f"{text.partition(':')[0]}: is the pair's own; give it on the command"
+    ):
+        pair.parse(["m", "--config", file(text)], has_gpu=True)

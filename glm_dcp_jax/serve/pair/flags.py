@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from glm_dcp_jax._version import __version__
-from glm_dcp_jax.config import ConfigError
+from glm_dcp_jax.config import ConfigError, flags_file
 from glm_dcp_jax.config.json_file import parse_json
 from glm_dcp_jax.serve import flags as server_flags
 from glm_dcp_jax.serve.settings import LOG_LEVELS, ServerSettings
@@ -40,6 +40,7 @@ class PairCommand:
 def parse(argv: Sequence[str], has_gpu: bool) -> PairCommand:
     """Read a command line. Raises ConfigError for anything that cannot work; --help and --version exit."""
     given, common = _parser().parse_known_args(_joined(argv))
+    _check_file(common)
     transfer = _transfer_flags(given.kv_transfer_config)
     servers, timeouts = {}, []
     for role in ROLES:
@@ -116,6 +117,19 @@ def _split(flag: str, text: str) -> list[str]:
         if word.partition("=")[0] in ("--host", "--port"):
             raise ConfigError(f"{flag} must not hold {word}: the pair chooses where its servers listen")
     return words
+
+
+def _check_file(common: Sequence[str]) -> None:
+    """Raise ConfigError for what a file of flags says and the pair decides: it would be ignored."""
+    file, _ = flags_file.split_off(common)
+    if file is None:
+        return
+    for word in server_flags.words_of_file(file, (), [server_flags.make_parser()]):
+        name = word.partition("=")[0]
+        if name in ("--host", "--port", _KV):
+            raise ConfigError(
+                f"{file}: {name[2:]}: is the pair's own; give it on the command line, as {name}"
+            )
 
 
 def _transfer_flags(text: str) -> list[str]:
