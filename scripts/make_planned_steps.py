@@ -71,19 +71,20 @@ def planned(system: str, requests: int, keep: Path) -> Plan:
 def overview(plans: list[Plan]) -> str:
     """A line for each plan."""
     lines = [
-        "| system | requests | compiled in | cache beside it | read | least | ratio | step | least |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| system | requests | compiled in | cache beside it "
+        "| read | least | ratio | sent | ratio with it | step | least |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for plan in plans:
         step = plan.step
-        read, needed = (
-            sum(step[name].values()) / 1e9 for name in ("bytes_read_by_part", "floor_bytes_by_part")
-        )
+        read, needed = dict(step["bytes_read_by_part"]), sum(step["floor_bytes_by_part"].values()) / 1e9
+        sent = read.pop("collectives", 0) / 1e9
         took, least = (sum(step[name].values()) for name in ("ms_by_part", "floor_ms_by_part"))
         lines.append(
             f"| {plan.system} | {plan.requests} | {plan.seconds:.0f} s | "
-            f"{plan.found['kv_cache']['tokens'] / 1e6:.2f} M tokens | {read:.1f} GB | {needed:.1f} GB | "
-            f"{step['bytes_read_to_floor']:.2f} | {took:.2f} ms | {least:.2f} ms |"
+            f"{plan.found['kv_cache']['tokens'] / 1e6:.2f} M tokens | "
+            f"{sum(read.values()) / 1e9:.1f} GB | {needed:.1f} GB | {step['bytes_read_to_floor']:.2f} | "
+            f"{sent:.1f} GB | {step['bytes_read_and_sent_to_floor']:.2f} | {took:.2f} ms | {least:.2f} ms |"
         )
     return "\n".join(lines)
 

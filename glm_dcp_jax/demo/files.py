@@ -1,7 +1,6 @@
 """The built-in model as files of a Hugging Face checkpoint directory, made in memory."""
 
 import json
-from importlib import resources
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from glm_dcp_jax.config import ModelConfig
 from glm_dcp_jax.demo.description import CONTEXT, VOCABULARY, describe
 from glm_dcp_jax.demo.tokenizer import END_OF_TEXT, STOPS, make_tokenizer, tokenizer_settings
 from glm_dcp_jax.demo.weights import make_weights
+from glm_dcp_jax.engine.chat_template import glm_template
 
 
 def make_files() -> dict[str, bytes]:
@@ -27,7 +27,7 @@ def make_files() -> dict[str, bytes]:
         "generation_config.json": _json(generation),
         "tokenizer.json": tokenizer.to_str().encode(),
         "tokenizer_config.json": _json(tokenizer_settings(CONTEXT)),
-        "chat_template.jinja": resources.files(__package__).joinpath("chat_template.jinja").read_bytes(),
+        "chat_template.jinja": glm_template().encode(),
         "model.safetensors": save(weights, metadata={"format": "pt"}),
     }
 

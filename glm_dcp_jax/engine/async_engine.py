@@ -136,6 +136,8 @@ class AsyncEngine:
 
         finished = False
         try:
+            if params.structured_outputs is not None:
+                await asyncio.to_thread(self._engine.prepare, params)
             await asyncio.wrap_future(self._post(add))
             while not finished:
                 output = await mailbox.take()

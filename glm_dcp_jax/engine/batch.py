@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from glm_dcp_jax.engine.buckets import Buckets
+from glm_dcp_jax.engine.grammars import token_masks
 from glm_dcp_jax.engine.logit_rules import Adjustments, adjustments
 from glm_dcp_jax.engine.prompt_scores import ScoredRows
 from glm_dcp_jax.engine.rounds import DecodeLines, SampledLines
@@ -38,8 +39,9 @@ class Batch(NamedTuple):
     """Work in a step's shape. decodes: [0] arrays without a decode block. page_table: of the decode block, [C, P].
 
     chunks: the prefill block, None without one. logit_rows: [M] int32. params: of lines. adjustments: for asked rows,
-    or None. random, filtered: see `sampling.sample`. logprobs: whether any line reports them. draws: whether any line
-    gets a token. drafting: None where nothing drafts. scored: rows of prompts, or None.
+    or None. masks: what these may draw, as `grammars.token_masks` says it, or None. random, filtered: see
+    `sampling.sample`. logprobs: whether any line reports them. draws: whether any line gets a token. drafting: None
+    where nothing drafts. scored: rows of prompts, or None.
     """
 
     shape: StepShape
@@ -50,6 +52,7 @@ class Batch(NamedTuple):
     lines: SampledLines
     params: RowParams
     adjustments: Adjustments | None
+    masks: np.ndarray | None
     random: bool
     filtered: bool
     logprobs: bool
@@ -105,6 +108,7 @@ class BatchMaker:
             ),
             columns.params_of(lines),
             _adjustments(work, decode, prefill, self._vocab_size) if adjusting else None,
+            _masks(work, decode, prefill, self._vocab_size) if adjusting else None,
             bool(columns.is_random[lines].any()),
             bool(columns.is_filtered[lines].any()),
             bool(columns.wants_logprobs[lines].any()),
@@ -186,10 +190,25 @@ def _adjustments(work: Work, decode: BlockShape, prefill: BlockShape, vocab_size
     """For asked rows: row j of a sequence that decodes comes behind its first j drafts."""
     rules: list[tuple | None] = [None] * (decode.total_rows + prefill.requests)
     for at, sequence in enumerate(work.decodes):
-        if sequence.rules is not None:
+        if sequence.rules is not None and sequence.rules.adjusts:
             for row in range(decode.rows):
                 rules[at * decode.rows + row] = (sequence.rules, sequence.drafts[:row])
     for at, chunk in enumerate(work.chunks, decode.total_rows):
-        if chunk.is_last and chunk.sequence.rules is not None:
-            rules[at] = (chunk.sequence.rules, ())
+        ruled = chunk.sequence.rules
+        if chunk.is_last and ruled is not None and ruled.adjusts:
+            rules[at] = (ruled, ())
     return adjustments(rules, len(rules), vocab_size)
+
+
+def _masks(work: Work, decode: BlockShape, prefill: BlockShape, vocab_size: int) -> np.ndarray | None:
+    """For asked rows: row j of a sequence that decodes comes behind its first j drafts."""
+    asked = {
+        at * decode.rows: (sequence.rules.grammar, sequence.drafts[: decode.rows - 1])
+        for at, sequence in enumerate(work.decodes)
+        if sequence.rules is not None and sequence.rules.grammar is not None
+    }
+    for at, chunk in enumerate(work.chunks, decode.total_rows):
+        ruled = chunk.sequence.rules
+        if chunk.is_last and ruled is not None and ruled.grammar is not None:
+            asked[at] = (ruled.grammar, ())
+    return token_masks(asked, decode.total_rows + prefill.requests, vocab_size)

@@ -3,10 +3,14 @@
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cache, cached_property
+from importlib import resources
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.meta
+import jinja2.nodes
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -29,10 +33,17 @@ def read_template(file: Path) -> str:
         raise ConfigError(f"the chat template {file} cannot be read: {error.strerror}") from None
 
 
+@cache
+def glm_template() -> str:
+    """The jinja source of a template in GLM-5.2's form, for checkpoints of the family that come without one."""
+    return resources.files(__package__).joinpath("glm_chat_template.jinja").read_text(encoding="utf-8")
+
+
 class ChatTemplate:
     """A compiled template. Raises ChatTemplateError when the source is not valid jinja."""
 
     def __init__(self, source: str) -> None:
+        self._source = source
         try:
             self._template = _ENVIRONMENT.from_string(source)
         except jinja2.TemplateSyntaxError as error:
@@ -51,6 +62,24 @@ class ChatTemplate:
             raise ChatTemplateError(
                 f"the chat template failed on these messages ({kind}): {error}"
             ) from error
+
+    def reads(self, variable: str) -> bool:
+        """Whether it looks at a variable at all."""
+        return variable in self._variables
+
+    def knows(self, value: str) -> bool:
+        """Whether a string stands in its code, so that it may be compared with a variable."""
+        return value in self._strings
+
+    @cached_property
+    def _variables(self) -> set[str]:
+        return jinja2.meta.find_undeclared_variables(_ENVIRONMENT.parse(self._source))
+
+    @cached_property
+    def _strings(self) -> frozenset[str]:
+        tree = _ENVIRONMENT.parse(self._source)
+        constants = (constant.value for constant in tree.find_all(jinja2.nodes.Const))
+        return frozenset(value for value in constants if isinstance(value, str))
 
 
 def _raise_exception(message: str) -> NoReturn:

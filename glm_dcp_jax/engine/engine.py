@@ -147,6 +147,13 @@ class Engine:
             self.scheduler.add(sequence)
         self._prompt_tokens += len(request.prompt_token_ids)
 
+    def prepare(self, params: SamplingParams) -> None:
+        """Do what takes long about a request before it is added, so that no step waits for it. For any thread.
+
+        Raises ParameterError for structured outputs that cannot be compiled.
+        """
+        self._maker.prepare(params)
+
     def check_prompt(self, ids: Ids[int]) -> None:
         """Raise ValueError unless these tokens can be a prompt: not empty, in the vocabulary, room for one more."""
         self._maker.check_prompt(ids)
@@ -333,8 +340,12 @@ class Engine:
 
     def _fail(self, sequence: Sequence) -> None:
         """NaN would read as token 0, and its records are not in the cache: say that the request failed instead."""
-        name = self._owner[sequence].request_id
-        _log.error("request %s: the model's output is not finite", name, extra={"request_id": name})
+        request = self._owner[sequence]
+        name, grammar = request.request_id, None if sequence.rules is None else sequence.rules.grammar
+        why = "the model's output is not finite"
+        if grammar is not None and grammar.error:
+            why = request.error = f"the output's grammar could not go on: {grammar.error}"
+        _log.error("request %s: %s", name, why, extra={"request_id": name})
         sequence.finish_reason = "error"
         self.scheduler.remove(sequence)
 

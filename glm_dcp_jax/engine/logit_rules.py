@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from glm_dcp_jax.engine.grammars import Grammar
 from glm_dcp_jax.engine.sampling_params import ParameterError, SamplingParams
 from glm_dcp_jax.engine.tokenizer import Tokenizer
 
@@ -60,13 +61,15 @@ class LogitRules:
         eos: Collection[int],
         bad_words: Sequence[Sequence[int]] = (),
         vocab_size: int | None = None,
+        grammar: Grammar | None = None,
     ) -> None:
-        """eos: the model's end-of-sequence tokens. bad_words: as `bad_word_tokens` gives them.
+        """eos: the model's end-of-sequence tokens. bad_words: as `bad_word_tokens` gives them. grammar: told of every
+        token; what it allows is masked beside these rules.
 
         All tokens must be in the vocabulary. Raises ParameterError if every token is forbidden that is allowed, or,
         where vocab_size is given, that there is.
         """
-        self._params = params
+        self._params, self.grammar = params, grammar
         self._stops = frozenset(eos) | frozenset(params.stop_token_ids or ())
         self._allowed = None if params.allowed_token_ids is None else frozenset(params.allowed_token_ids)
         self._output: list[int] = []
@@ -114,10 +117,23 @@ class LogitRules:
     def needs_history(self) -> bool:
         """Whether the next row can only be sampled when all tokens before it were appended."""
         below_minimum = len(self._output) < self._params.min_tokens
-        return self._params.counts_tokens or bool(self._endings) or below_minimum
+        is_bound = self.grammar is not None
+        return self._params.counts_tokens or bool(self._endings) or below_minimum or is_bound
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether it changes logits, now or later, beside what its grammar forbids."""
+        params = self._params
+        later = bool(self._endings) or params.min_tokens > 0 or self._allowed is not None
+        return params.counts_tokens or bool(params.logit_bias) or later or len(self._entries) > 0
 
     def append(self, token: int) -> None:
         """A token has become part of the output."""
+        if self.grammar is not None:
+            self.grammar.append(token)
+        self._take(token)
+
+    def _take(self, token: int) -> None:
         self._output.append(token)
         if self._params.counts_tokens and self._may_come(token):
             self._entries.count(token, 1)
@@ -129,7 +145,7 @@ class LogitRules:
     def write(self, into: Adjustments, row: int, drafts: Sequence[int] = ()) -> None:
         """Fill one row, which changes nothing yet, of numpy arrays. drafts: tokens between the output and this row."""
         for token in drafts:
-            self.append(token)
+            self._take(token)
         entries = self._entries.all()
         count = len(entries)
         into.tokens[row, :count] = entries["token"]

@@ -1,7 +1,7 @@
 """What comes back for a request: vLLM's `RequestOutput` and its parts."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -15,6 +15,13 @@ class Logprob:
     decoded_token: str | None = None
 
 
+class Mark(NamedTuple):
+    """A token of SamplingParams.marked_token_ids. position: characters of the output's text before it."""
+
+    position: int
+    token_id: int
+
+
 @dataclass(slots=True)
 class CompletionOutput:
     """One continuation, as far as it has come.
@@ -22,7 +29,7 @@ class CompletionOutput:
     token_ids: the sampled tokens, a stop token included. text: what they say, the stop string or token left
     out (unless include_stop_str_in_output). logprobs: per token, {token id: Logprob} of the sampled token and
     the likeliest ones. finish_reason: None while it runs. stop_reason: the stop string or stop token id that
-    ended it, None for an end-of-sequence token.
+    ended it, None for an end-of-sequence token. marks: where marked_token_ids stood; text has nothing of them.
     """
 
     index: int
@@ -32,6 +39,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    marks: list[Mark] = field(default_factory=list)
 
     @property
     def finished(self) -> bool:

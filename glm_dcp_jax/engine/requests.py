@@ -6,8 +6,9 @@ from collections.abc import Sequence as Ids
 from glm_dcp_jax.cache.prefix_cache import PrefixCache
 from glm_dcp_jax.config import EngineConfig, ModelConfig
 from glm_dcp_jax.engine.detokenizer import Detokenizer
+from glm_dcp_jax.engine.grammars import Grammar, Grammars
 from glm_dcp_jax.engine.logit_rules import LogitRules, bad_word_tokens
-from glm_dcp_jax.engine.sampling_params import SamplingParams, check_vocabulary
+from glm_dcp_jax.engine.sampling_params import ParameterError, SamplingParams, check_vocabulary
 from glm_dcp_jax.engine.sequence import Request, Sequence
 from glm_dcp_jax.engine.tokenizer import Tokenizer
 from glm_dcp_jax.engine.waiting import check_priority
@@ -30,6 +31,7 @@ class RequestMaker:
         self._config, self._tokenizer, self._prefixes = config, tokenizer, prefixes
         self._max_model_len, self._vocab_size = max_model_len, model.vocab_size
         self._eos = frozenset(model.eos_token_ids)
+        self._grammars = None if tokenizer is None else Grammars(tokenizer, self._eos, self._vocab_size)
         self._arrivals = itertools.count()
         self._unseeded = 0
 
@@ -40,6 +42,13 @@ class RequestMaker:
         if params.stop_strings and self._tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
         check_priority(priority, self._config.scheduler.scheduling_policy)
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Compile what the request's output must look like, which may take a while, if it was not compiled before.
+
+        For any thread. Raises ParameterError if it cannot be.
+        """
+        self._grammar(params)
 
     def make(
         self,
@@ -104,4 +113,13 @@ class RequestMaker:
         words = (
             bad_word_tokens(params.bad_words, self._tokenizer) if params.bad_words and self._tokenizer else ()
         )
-        return LogitRules(params, ids, self._eos, words, self._vocab_size)
+        return LogitRules(params, ids, self._eos, words, self._vocab_size, self._grammar(params))
+
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
+        if params.structured_outputs is None:
+            return None
+        if self._grammars is None:
+            raise ParameterError(
+                "structured_outputs", "structured outputs need a tokenizer, and this model has none"
+            )
+        return self._grammars.compile(params.structured_outputs)

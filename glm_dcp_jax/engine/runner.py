@@ -26,13 +26,14 @@ from glm_dcp_jax.engine.buckets import Buckets
 from glm_dcp_jax.engine.compiles import CompileCounter
 from glm_dcp_jax.engine.drafter import Drafter, shapes_behind
 from glm_dcp_jax.engine.exchange_stats import ExchangeStats
+from glm_dcp_jax.engine.grammars import mask_words
 from glm_dcp_jax.engine.logit_rules import adjustment_sizes, no_adjustments
 from glm_dcp_jax.engine.memory import check_exchange_memory, number_of_pages
 from glm_dcp_jax.engine.page_copies import COPIES_AT_ONCE, page_copier
 from glm_dcp_jax.engine.pool_access import State
 from glm_dcp_jax.engine.prompt_scores import PromptScorer
 from glm_dcp_jax.engine.rounds import DecodeRows, Round, Slots, decode_rows, draw, note_drafts
-from glm_dcp_jax.engine.sampling import Scores, adjust, score
+from glm_dcp_jax.engine.sampling import Scores, adjust, forbid, score
 from glm_dcp_jax.engine.slot_columns import SlotColumns
 from glm_dcp_jax.engine.steps import BlockShape, Kind, StepOutput, StepShape, leaves_of
 from glm_dcp_jax.engine.warm_up import Compilation, compile_all
@@ -162,7 +163,9 @@ class Runner:
         decodes = Block(rows.tokens, rows.positions, batch.page_table) if batch.page_table.size else None
         blocks = tuple(block for block in (decodes, batch.chunks) if block is not None)
         out = self._run(batch.shape, blocks, batch.logit_rows)
-        logits = out.logits if batch.adjustments is None else adjust(out.logits, batch.adjustments)
+        logits = out.logits if batch.masks is None else forbid(out.logits, batch.masks)
+        if batch.adjustments is not None:
+            logits = adjust(logits, batch.adjustments)
         found = self._draw(logits, batch, rows, batch.random, batch.filtered)
         scores = None
         if batch.logprobs:
@@ -329,6 +332,7 @@ class Runner:
         logits = jax.device_put(np.zeros((shape.logits, self._vocab_size), np.float32), replicated)
         for size in adjustment_sizes(self._vocab_size):
             adjust(logits, no_adjustments(shape.logits, size, self._vocab_size))
+        forbid(logits, np.full((shape.logits, mask_words(self._vocab_size)), -1, np.int32))
         batch = BatchMaker(SlotColumns(self._max_num_seqs, 0), self._vocab_size).make(Work(), shape)
         rows = decode_rows(self._slots, batch.decodes)
         for random, filtered in ((False, False), (True, False), (True, True)):

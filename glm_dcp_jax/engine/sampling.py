@@ -108,6 +108,14 @@ def adjust(logits: Float[Array, "M V"], adjustments: Adjustments) -> Float[Array
 
 
 @jax.jit
+def forbid(logits: Float[Array, "M V"], masks: Int[Array, "M V32"]) -> Float[Array, "M V"]:
+    """-inf for tokens whose bit is 0: bit b of element w is token 32 w + b. NaN stays."""
+    bits = (masks[:, :, None] >> jnp.arange(32)) & 1
+    allowed = bits.reshape(masks.shape[0], -1)[:, : logits.shape[1]] != 0
+    return jnp.where(allowed | jnp.isnan(logits), logits, -jnp.inf)
+
+
+@jax.jit
 def score(logits: Float[Array, "M V"], tokens: Int[Array, " M"]) -> Scores:
     """How likely `tokens` were, one for each row, and which tokens were likeliest."""
     distribution = jax.nn.log_softmax(logits, axis=1)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
+from glm_dcp_jax.engine.structured_outputs import StructuredOutputs
+
 MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_PENALTY = 2
@@ -38,13 +40,14 @@ class SamplingParams:
     max_tokens: None is as far as the model's length goes. stop: one or several strings that end the text.
     min_tokens: no end-of-sequence or stop token before so many. logprobs: how many alternatives to report per token
     besides the sampled one; None reports nothing. prompt_logprobs: the same of each prompt token but the first.
-    detokenize: False leaves the text empty, and then `stop` cannot work.
+    detokenize: False leaves the text empty, and then `stop` cannot work. marked_token_ids: tokens that add nothing to
+    the text; the output's marks say where they stood. Stop strings see them as any other token.
 
     presence_penalty, frequency_penalty: taken from the logit of a token that the output holds, once and for each time.
     repetition_penalty: divides a positive logit of a token that prompt or output holds, and multiplies a negative one;
     1 is off. logit_bias: token id (or its digits) to what is added to its logit. bad_words: texts that must not come.
-    allowed_token_ids: the only tokens to sample. extra_args: {"kv_transfer_params": {...}} or nothing, see
-    docs/disaggregation.md.
+    allowed_token_ids: the only tokens to sample. structured_outputs: the only outputs that are allowed. extra_args:
+    {"kv_transfer_params": {...}} or nothing, see docs/disaggregation.md.
     """
 
     n: int = 1
@@ -69,7 +72,9 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
+    marked_token_ids: tuple[int, ...] | list[int] | None = None
     extra_args: Mapping[str, Any] | None = field(default=None, hash=False)
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -79,6 +84,7 @@ class SamplingParams:
         self._make_plain()
         self._set("stop", _strings("stop", (self.stop,) if isinstance(self.stop, str) else self.stop))
         self._set("stop_token_ids", _tokens("stop_token_ids", self.stop_token_ids))
+        self._set("marked_token_ids", _tokens("marked_token_ids", self.marked_token_ids))
         self._set("bad_words", _strings("bad_words", self.bad_words))
         if self.allowed_token_ids is not None:
             self._set("allowed_token_ids", _tokens("allowed_token_ids", self.allowed_token_ids))
@@ -122,6 +128,21 @@ class SamplingParams:
                 "allowed_token_ids",
                 "allowed_token_ids must hold at least one token id; leave it out to allow all",
             )
+        if self.structured_outputs is not None:
+            self._check_structured(self.structured_outputs)
+
+    def _check_structured(self, wanted: object) -> None:
+        if not isinstance(wanted, StructuredOutputs):
+            raise ParameterError(
+                "structured_outputs", f"structured_outputs must be StructuredOutputs, but is {wanted!r}"
+            )
+        for name in ("min_tokens", "ignore_eos", "bad_words", "allowed_token_ids"):
+            if getattr(self, name):
+                raise ParameterError(
+                    name,
+                    f"{name} cannot be combined with structured outputs: these say which tokens may come, and when an "
+                    "output may end",
+                )
 
     def _make_plain(self) -> None:
         """numpy's numbers become python's, which alone can be sent as JSON."""
@@ -152,7 +173,8 @@ class SamplingParams:
     @property
     def needs_history(self) -> bool:
         """Whether a row can only be sampled when the host knows all tokens before it."""
-        return self.counts_tokens or bool(self.bad_words) or self.min_tokens > 0
+        is_bound = self.structured_outputs is not None
+        return self.counts_tokens or bool(self.bad_words) or self.min_tokens > 0 or is_bound
 
     @property
     def changes_logits(self) -> bool:
@@ -170,12 +192,17 @@ class SamplingParams:
         return tuple(self.stop or ())
 
 
+def _tokens_of(wanted: StructuredOutputs | None) -> tuple[int, ...]:
+    return () if wanted is None or wanted.after_token is None else (wanted.after_token,)
+
+
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
     """Raise ParameterError for a token id that the model does not have, wherever it is named."""
     named: dict[str, Collection[int]] = {
         "stop_token_ids": params.stop_token_ids or (),
         "allowed_token_ids": params.allowed_token_ids or (),
         "logit_bias": [int(token) for token in params.logit_bias or ()],
+        "structured_outputs": _tokens_of(params.structured_outputs),
     }
     for name, tokens in named.items():
         wrong = next((token for token in tokens if token >= vocab_size), None)

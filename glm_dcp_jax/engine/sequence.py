@@ -116,15 +116,16 @@ class Sequence:
 
     def extent(self) -> "Extent":
         """How far it has come."""
-        pieces = 0
+        pieces = marks = 0
         if self.detokenizer is not None:
             if self.finish_reason is not None:
                 self.detokenizer.finish()
-            pieces = len(self.detokenizer.pieces)
+            pieces, marks = len(self.detokenizer.pieces), len(self.detokenizer.marks)
         return Extent(
             self,
             len(self.tokens),
             pieces,
+            marks,
             len(self.logprobs),
             self.cumulative_logprob,
             self.finish_reason,
@@ -136,12 +137,13 @@ class Sequence:
 class Extent:
     """How far a sequence had come: ends of its lists, which only grow, and what else changes.
 
-    tokens: prompt and output. pieces: of the text.
+    tokens: prompt and output. pieces, marks: of the text.
     """
 
     sequence: Sequence
     tokens: int
     pieces: int
+    marks: int
     logprobs: int
     cumulative_logprob: float
     finish_reason: FinishReason | None
@@ -150,16 +152,17 @@ class Extent:
     def output(self) -> CompletionOutput:
         """What there was, in vLLM's shape."""
         sequence = self.sequence
-        text = "" if sequence.detokenizer is None else "".join(sequence.detokenizer.pieces[: self.pieces])
+        detokenizer = sequence.detokenizer
         wanted = sequence.params.logprobs is not None
         return CompletionOutput(
             index=sequence.index,
-            text=text,
+            text="" if detokenizer is None else "".join(detokenizer.pieces[: self.pieces]),
             token_ids=sequence.tokens[sequence.prompt_length : self.tokens],
             cumulative_logprob=self.cumulative_logprob if wanted else None,
             logprobs=sequence.logprobs[: self.logprobs] if wanted else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            marks=[] if detokenizer is None else detokenizer.marks[: self.marks],
         )
 
 

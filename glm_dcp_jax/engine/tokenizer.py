@@ -1,6 +1,7 @@
 """Text to token ids and back, from a checkpoint's tokenizer.json (byte-level BPE, as all of GLM's are)."""
 
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -9,8 +10,11 @@ from typing import Any
 import tokenizers
 
 from glm_dcp_jax.config import ConfigError
-from glm_dcp_jax.engine.chat_template import ChatTemplate, ChatTemplateError, read_template
+from glm_dcp_jax.engine.chat_template import ChatTemplate, ChatTemplateError, glm_template, read_template
 
+_LOG = logging.getLogger(__name__)
+_GLM_TOKENS = "[gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|> <think> </think>".split()
+"""Whoever has these reads conversations in GLM's form."""
 _TEMPLATE_TOKENS = (
     "bos_token",
     "eos_token",
@@ -45,7 +49,8 @@ class Tokenizer:
     def load(path: str | Path) -> "Tokenizer":
         """Read a tokenizer.json, or a directory that holds one. Raises ConfigError that names the file.
 
-        tokenizer_config.json and chat_template.jinja are read from the same directory, where they exist.
+        tokenizer_config.json and chat_template.jinja are read from the same directory, where they exist. If neither has
+        a chat template, a tokenizer with GLM's tokens gets the built-in one.
         """
         given = Path(path)
         file = given / "tokenizer.json" if given.is_dir() else given
@@ -60,9 +65,13 @@ class Tokenizer:
             raise ConfigError(f"{file} is not a tokenizer.json this engine can read: {error}") from None
         settings = _read_settings(file.with_name("tokenizer_config.json"))
         try:
-            return Tokenizer(backend, _special_tokens(settings), _chat_template(file.parent, settings))
+            loaded = Tokenizer(backend, _special_tokens(settings), _chat_template(file.parent, settings))
         except ConfigError as error:
             raise ConfigError(f"{file}: {error}") from None
+        if loaded.chat_template is None and all(loaded.token_id(token) is not None for token in _GLM_TOKENS):
+            _LOG.info("%s has no chat template but GLM's tokens: the built-in one stands in", file.parent)
+            loaded.chat_template = glm_template()
+        return loaded
 
     @property
     def vocab_size(self) -> int:
@@ -73,6 +82,11 @@ class Tokenizer:
     def special_ids(self) -> frozenset[int]:
         """Ids that skip_special_tokens leaves out of texts."""
         return frozenset(id for id, token in self._added.items() if token.special)
+
+    @cached_property
+    def added_tokens(self) -> dict[str, int]:
+        """Tokens that no text is cut into by merging, special or not, by their text."""
+        return {token.content: id for id, token in self._added.items()}
 
     @cached_property
     def longest_token_bytes(self) -> int:
@@ -106,6 +120,11 @@ class Tokenizer:
                 self._bytes[token_id] = known
         return known
 
+    def token_id(self, text: str) -> int | None:
+        """The id of the one token that `text` always becomes (an added token), if there is one."""
+        id = self._backend.token_to_id(text)
+        return id if id in self._added else None
+
     def token_to_str(self, token_id: int) -> str:
         """One token for people: its text, or OpenAI's `bytes:\\xe4\\xbd` when it is not whole characters."""
         raw = self.token_to_bytes(token_id)
@@ -125,13 +144,17 @@ class Tokenizer:
 
         Raises ChatTemplateError when there is no template, or it fails on these messages.
         """
+        named = {**self._template_tokens, **variables, "add_generation_prompt": add_generation_prompt}
+        return self.template(chat_template).render(messages, **named)
+
+    def template(self, chat_template: str | None = None) -> ChatTemplate:
+        """The compiled form of jinja source, or of the checkpoint's. Raises ChatTemplateError as when it is applied."""
         source = chat_template if chat_template is not None else self.chat_template
         if source is None:
             raise ChatTemplateError("the model has no chat template; start the server with --chat-template")
         if source not in self._templates:
             self._templates[source] = ChatTemplate(source)
-        named = {**self._template_tokens, **variables, "add_generation_prompt": add_generation_prompt}
-        return self._templates[source].render(messages, **named)
+        return self._templates[source]
 
     @cached_property
     def _added(self) -> dict[int, tokenizers.AddedToken]:

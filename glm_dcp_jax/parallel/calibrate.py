@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from glm_dcp_jax.parallel.exchange import Transport, exchange, joined
+from glm_dcp_jax.parallel.exchange import Transport, exchange
 from glm_dcp_jax.parallel.link import Link
 from glm_dcp_jax.parallel.mesh import DCP
 
@@ -58,7 +58,7 @@ def _seconds(mesh: Mesh, transport: Transport, size: int) -> float:
 
     def chain(mine: jax.Array) -> jax.Array:
         for _ in range(_CHAIN):
-            everything = joined(exchange(mine, transport)).reshape(world, *mine.shape)
+            everything = exchange(mine, transport).reshape(world, *mine.shape)
             # A part that arrived goes out next: the exchanges cannot overlap, and none can be left out.
             mine = everything[jax.lax.rem(jax.lax.axis_index(DCP) + 1, world)] + 1
         return mine

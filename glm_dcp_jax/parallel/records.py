@@ -26,7 +26,7 @@ from glm_dcp_jax.parallel.attention import (
 )
 from glm_dcp_jax.parallel.batch import Block, Selection
 from glm_dcp_jax.parallel.capacity import Capacity
-from glm_dcp_jax.parallel.exchange import Parts, arrival, exchange, joined
+from glm_dcp_jax.parallel.exchange import exchange
 from glm_dcp_jax.parallel.merge import merge_two
 from glm_dcp_jax.parallel.mesh import DCP
 from glm_dcp_jax.parallel.queries import absorb, expand_values
@@ -69,7 +69,7 @@ class _OverRecords:
         """What the union is made of, and whether it overflows."""
         return Moved(plan.union.selected, jnp.sum(plan.union.counts), plan.overflow.astype(jnp.int32))
 
-    def _exchanged(self, packed: Shaped[Array, "n width"], member: int) -> Parts:
+    def _exchanged(self, packed: Shaped[Array, "n width"], member: int) -> Shaped[Array, "W*n width"]:
         """All ranks' records for a member of the group, the Full layer being the first."""
         with jax.named_scope("shared_exchange" if member else "full_exchange"):
             return exchange(packed, self.settings.transport)
@@ -124,7 +124,7 @@ class _OverRecords:
             first = capacity.fast + number * size
             packed = self._packed(ckv, layer.plane, jax.lax.dynamic_slice(mine, (first,), (size,)))
             slots = self._placed(union, first, size)
-            arrived = joined(exchange(packed, self.settings.transport))
+            arrived = exchange(packed, self.settings.transport)
             return merge_two(partial, self._attend(q, arrived, slots, layer, union, rows))
 
         return jax.lax.fori_loop(0, jax.lax.div(rest + size - 1, size), one_round, (out, lse))
@@ -163,8 +163,7 @@ class _OverRecords:
     def _placed(self, union: Union, first: Array | int, count: int) -> Int[Array, "N SK"]:
         """Where an exchange of each rank's records first to first + count puts them; -1 for all others."""
         inside = (union.ordinal >= first) & (union.ordinal < first + count)
-        at = arrival(union.owner, union.ordinal - first, count, self.settings.transport)
-        return jnp.where(inside, at, -1)
+        return jnp.where(inside, union.owner * count + union.ordinal - first, -1)
 
     def _capacity(self, block: Block, topk: int) -> Capacity:
         requests, rows = block.positions.shape
@@ -187,7 +186,7 @@ class RecordsDecode(_OverRecords, Stationary):
         with jax.named_scope("pack"):
             packed = self._packed(flight, layer.plane, plan.union.mine[: plan.capacity.fast])
         arrived = self._exchanged(packed, layer.member)
-        return self._over(joined(arrived), plan, flight, layer, queries, current)
+        return self._over(arrived, plan, flight, layer, queries, current)
 
 
 class BulkFlight(NamedTuple):
@@ -195,7 +194,7 @@ class BulkFlight(NamedTuple):
 
     ckv: Array
     packed: tuple[Shaped[Array, "n width"], ...]
-    arrived: dict[int, Parts]
+    arrived: dict[int, Shaped[Array, "W*n width"]]
 
 
 class BulkDecode(_OverRecords):
@@ -219,7 +218,7 @@ class BulkDecode(_OverRecords):
         current: Shaped[Array, "N S width"],
     ) -> Float[Array, "N S h v"]:
         """Attend over what has arrived for this layer."""
-        return self._over(joined(flight.arrived[layer.member]), plan, flight.ckv, layer, queries, current)
+        return self._over(flight.arrived[layer.member], plan, flight.ckv, layer, queries, current)
 
     def window(
         self, flight: BulkFlight, layer: AttentionLayer, kind: Window, value: Array

@@ -19,13 +19,8 @@ _HIDE = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
     # Combined, the Full layer's exchange would wait for the Shared layers', and these would hide behind nothing.
     "xla_gpu_all_gather_combine_threshold_bytes": 0,
-    "xla_gpu_collective_permute_combine_threshold_bytes": 0,
 }
-_COPY_ENGINES = {
-    "xla_gpu_use_memcpy_local_p2p": True,
-    # A plane travels as W-1 copies: they start together.
-    "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
-}
+_COPY_ENGINES = {"xla_gpu_use_memcpy_local_p2p": True}
 
 
 class Choice(NamedTuple):

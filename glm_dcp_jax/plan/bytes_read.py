@@ -1,8 +1,9 @@
 """Bytes that a compiled decode step reads on each GPU, by part, and the least that any program would have to.
 
-What is read is what our kernels declare, and the operands of XLA's own instructions: fusions, matrix products, copies,
-and what collectives send. An array that one instruction writes and the next one reads counts, though it may still be in
-the cache.
+What is read is what our kernels declare, and the operands of XLA's own instructions: fusions, matrix products and
+copies. What collectives send is a part of its own, for every GPU that it is sent to: how often it is read depends on
+how they are run. An array that one instruction writes and the next one reads counts, though it may still be in the
+cache.
 """
 
 from collections import defaultdict
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from glm_dcp_jax.plan.exposure import PartOf, Weight, no_parts
 from glm_dcp_jax.plan.kernel_costs import Workload, declared_cost, kernel_name
 from glm_dcp_jax.plan.operands import read_bytes
-from glm_dcp_jax.plan.parts import parts_of
+from glm_dcp_jax.plan.parts import COLLECTIVES, parts_of
 from glm_dcp_jax.plan.schedule import Instruction, Schedule, arrays_of, calls
 from glm_dcp_jax.plan.times import NAMES_FOR_DATA
 from glm_dcp_jax.plan.weights import Leaf
@@ -51,9 +52,10 @@ def bytes_read(programs: Sequence[Program], workload: Workload) -> Bytes:
     return dict(total)
 
 
-def ratio(read: Mapping[str, float], floor: Mapping[str, float]) -> float:
-    """How many times the floor's bytes are read, all parts together."""
-    return sum(read.values()) / sum(floor.values())
+def ratio(read: Mapping[str, float], floor: Mapping[str, float], sent: bool = False) -> float:
+    """How many times the floor's bytes are read, all parts together; with what collectives send only if `sent`."""
+    counted = (nbytes for part, nbytes in read.items() if sent or part != COLLECTIVES)
+    return sum(counted) / sum(floor.values())
 
 
 class _Reader:

@@ -6,6 +6,7 @@ from typing import Any
 
 from glm_dcp_jax.plan.capacity import POOL_PARTS
 from glm_dcp_jax.plan.decode_report import GROUPS
+from glm_dcp_jax.plan.parts import COLLECTIVES
 from glm_dcp_jax.plan.weights import WEIGHT_PARTS
 
 WIDTH = 100
@@ -130,7 +131,8 @@ def _floor(path: str, figures: dict[str, Any]) -> str:
     ]
     whole, floor = sum(ms.values()), sum(least.values())
     lines.append(f"  {'all':<16}{whole:>10.3f}{floor:>10.3f}{whole - floor:>10.3f}")
-    read, needed = figures["bytes_read_by_part"], figures["floor_bytes_by_part"]
+    read, needed = dict(figures["bytes_read_by_part"]), figures["floor_bytes_by_part"]
+    sent = read.pop(COLLECTIVES, 0)
     lines.append(f"  {'MB read':<16}{'step':>10}{'floor':>10}{'ratio':>10}")
     for name in sorted(read, key=lambda part: -read[part]):
         under = needed.get(name, 0)
@@ -139,6 +141,9 @@ def _floor(path: str, figures: dict[str, Any]) -> str:
     lines.append(
         f"  {'all':<16}{sum(read.values()) / 1e6:>10.1f}{sum(needed.values()) / 1e6:>10.1f}"
         f"{figures['bytes_read_to_floor']:>10.2f}   ({figures['kernels']:,} kernels)"
+    )
+    lines.append(
+        f"  {'and sent':<16}{sent / 1e6:>10.1f}{'':>10}{figures['bytes_read_and_sent_to_floor']:>10.2f}"
     )
     return "\n".join(lines)
 

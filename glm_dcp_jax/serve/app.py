@@ -24,6 +24,7 @@ from glm_dcp_jax.serve.draining import Drain
 from glm_dcp_jax.serve.interface import Engine
 from glm_dcp_jax.serve.load import CountLoad
 from glm_dcp_jax.serve.metrics import Metrics
+from glm_dcp_jax.serve.parsing.parsers import Parsers
 from glm_dcp_jax.serve.request_names import NameRequests
 from glm_dcp_jax.serve.settings import ServerSettings
 from glm_dcp_jax.serve.tracing import Profiler
@@ -37,7 +38,8 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
 
     metrics = Metrics(engine, settings.served_model_names[0])
     drain, profiler = Drain(settings.shutdown_timeout), Profiler(settings.profiler_dir)
-    context = Context(engine, settings, metrics, drain, profiler)
+    parsers = Parsers.chosen(settings.reasoning_parser, settings.tool_call_parser, engine.tokenizer)
+    context = Context(engine, settings, metrics, parsers, drain, profiler)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

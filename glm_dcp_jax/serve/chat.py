@@ -21,6 +21,7 @@ from glm_dcp_jax.serve.logprobs import chat_logprobs, prompt_logprobs_body
 from glm_dcp_jax.serve.protocol import ChatRequest
 from glm_dcp_jax.serve.request_names import Names, names_of
 from glm_dcp_jax.serve.strict_json import StrictRoute
+from glm_dcp_jax.serve.turns import NOTHING, Reading, Turns, delta_bodies
 
 router = APIRouter(route_class=StrictRoute)
 
@@ -55,18 +56,21 @@ class Chat:
             "model": context.model(body.model),
         }
         self._tokenizer = context.tokenizer("chat", "messages")
+        self._reading = Reading(context.parsers, self._tokenizer, body)
         for field in ("top_logprobs", "prompt_logprobs"):
             check_logprobs(field, getattr(body, field), context.settings.max_logprobs)
         if body.top_logprobs and not body.logprobs:
             raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
 
     async def whole(self) -> dict[str, Any]:
-        """The answer, once everything is generated."""
+        """The answer, once everything is generated that is wanted."""
         usage = Usage()
-        [output] = await complete(self._context, [await self._work()])
+        work = await self._work()
+        turns = self._reading.turns(work.prompt, work.params.n)
+        [output] = await complete(self._context, [work], turns.see)
         usage.see(0, output)
         choices = [
-            self._choice(delta, {"message": {"role": "assistant", "content": delta.choice.text}})
+            self._choice(delta, {"message": turns.message(delta.choice.index)}, turns)
             for delta in whole_deltas(0, output)
         ]
         answer: dict[str, Any] = {**self._head, "choices": choices, "usage": usage.body()}
@@ -79,18 +83,27 @@ class Chat:
         """The answer in chunks, as it is generated; each choice begins with its role."""
         usage = Usage()
         every_token = self._body.return_token_ids or self._body.logprobs
-        outputs = generate(self._context, [await self._work()])
-        async with aclosing(deltas(outputs, usage, every_token)) as new:
+        work = await self._work()
+        turns = self._reading.turns(work.prompt, work.params.n)
+        async with aclosing(deltas(generate(self._context, [work]), usage, every_token)) as new:
             async for delta in new:
+                turn = turns[delta.choice.index]
+                if turn.done:
+                    continue
                 if delta.first:
-                    yield self._role_chunk(delta.choice.index)
+                    yield self._plain_chunk(delta, {"role": "assistant", "content": ""})
+                said = delta_bodies(turn.read(delta.choice))
+                if not (said or every_token or delta.choice.finished or turn.done):
+                    continue
+                *before, last = said or [NOTHING]
+                for piece in before:
+                    yield self._plain_chunk(delta, piece)
                 if delta.kv_transfer_params is not None:
                     self._handover.told()
-                yield {
-                    **self._head,
-                    "choices": [self._choice(delta, {"delta": {"content": delta.choice.text}})],
-                    **transfer_body(delta),
-                }
+                choice = self._choice(delta, {"delta": last}, turns)
+                yield {**self._head, "choices": [choice], **transfer_body(delta)}
+                if turns.done:
+                    break
         if self._body.include_usage:
             yield {**self._head, "choices": [], "usage": usage.body()}
 
@@ -107,18 +120,30 @@ class Chat:
         max_tokens = output_budget(
             len(prompt), getattr(body, named), engine.max_model_len, "messages", output_param=named
         )
-        logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        params = body.sampling_params(engine.sampling_defaults, max_tokens, logprobs, detokenize=True)
+        params = body.sampling_params(
+            engine.sampling_defaults,
+            max_tokens,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            detokenize=True,
+            marked_token_ids=self._reading.marked_token_ids,
+            structured_outputs=self._reading.structured(prompt),
+        )
         return Work(
-            self._names.engine, prompt, params, "messages", self._handover, body.priority, body.cache_salt
+            self._names.engine,
+            prompt,
+            params,
+            "messages",
+            self._handover,
+            body.priority,
+            body.cache_salt,
+            self._reading.structured_by,
         )
 
-    def _role_chunk(self, index: int) -> dict[str, Any]:
-        start = {"role": "assistant", "content": ""}
-        choice = {"index": index, "delta": start, "logprobs": None, "finish_reason": None}
+    def _plain_chunk(self, delta: Delta, said: dict[str, Any]) -> dict[str, Any]:
+        choice = {"index": delta.choice.index, "delta": said, "logprobs": None, "finish_reason": None}
         return {**self._head, "choices": [choice]}
 
-    def _choice(self, delta: Delta, content: dict[str, Any]) -> dict[str, Any]:
+    def _choice(self, delta: Delta, content: dict[str, Any], turns: Turns) -> dict[str, Any]:
         choice = delta.choice
         logprobs = None
         if self._body.logprobs and choice.logprobs is not None:
@@ -128,7 +153,7 @@ class Chat:
             "index": choice.index,
             **content,
             "logprobs": logprobs,
-            "finish_reason": choice.finish_reason,
+            "finish_reason": turns[choice.index].finish_reason(choice),
             "stop_reason": choice.stop_reason,
         }
         return {**answer, **token_ids_body(delta)} if self._body.return_token_ids else answer

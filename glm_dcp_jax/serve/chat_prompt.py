@@ -1,17 +1,21 @@
 """From a conversation to the prompt's token ids."""
 
 import asyncio
-from functools import cache, partial
+from functools import cache
+from typing import Any, get_args
 
+from glm_dcp_jax.engine.chat_template import ChatTemplate
 from glm_dcp_jax.engine.tokenizer import Tokenizer
+from glm_dcp_jax.serve.conversation import Conversation, Effort
 from glm_dcp_jax.serve.errors import ApiError
 from glm_dcp_jax.serve.limits import encode_within
-from glm_dcp_jax.serve.protocol import Conversation
 from glm_dcp_jax.transfer.daemon_pool import DaemonPool
 
 RENDER_SECONDS = 10.0
 """How long a template may take, its wait for a thread included."""
 _THREADS = 2
+_EFFORTS: tuple[str, ...] = get_args(Effort)
+_NO_THOUGHT = ("none", "minimal")
 
 
 async def chat_token_ids(
@@ -23,19 +27,13 @@ async def chat_token_ids(
 ) -> list[int]:
     """Token ids of the rendered chat template (None: the checkpoint's).
 
-    Raises ApiError 400 if rendering fails or takes too long, or the text is too long for the model.
+    Raises ApiError 400 if rendering fails or takes too long, if the template has no place for the tools, or if the text
+    is too long for the model.
     """
-    messages = [message.for_template() for message in conversation.messages]
-    render = partial(
-        tokenizer.apply_chat_template,
-        messages,
-        template,
-        conversation.add_generation_prompt,
-        **conversation.template_variables,
-    )
     # A template may loop for long and cannot be stopped: on threads of its own it delays only other templates.
+    rendering = _pool().submit(lambda: _render(tokenizer, conversation, template))
     try:
-        text = await asyncio.wait_for(asyncio.wrap_future(_pool().submit(render)), RENDER_SECONDS)
+        text = await asyncio.wait_for(asyncio.wrap_future(rendering), RENDER_SECONDS)
     except TimeoutError:
         raise ApiError("the chat template took too long on these messages", param="messages") from None
     except ValueError as error:  # ChatTemplateError among them
@@ -43,6 +41,30 @@ async def chat_token_ids(
     return await asyncio.to_thread(
         encode_within, tokenizer, text, add_special_tokens, max_model_len, "messages"
     )
+
+
+def _render(tokenizer: Tokenizer, conversation: Conversation, source: str | None) -> str:
+    template = tokenizer.template(source)
+    tools = conversation.offered_tools
+    if tools and not template.reads("tools"):
+        raise ApiError("the model's chat template has no place for tools", param="tools")
+    return tokenizer.apply_chat_template(
+        [message.for_template() for message in conversation.messages],
+        source,
+        conversation.add_generation_prompt,
+        **({"tools": tools} if tools else {}),
+        **_effort(conversation.reasoning_effort, template) | (conversation.chat_template_kwargs or {}),
+    )
+
+
+def _effort(wanted: str | None, template: ChatTemplate) -> dict[str, Any]:
+    """The template's variables for an effort: thinking off, or the least effort from it upwards that it tells apart."""
+    if wanted is None:
+        return {}
+    if wanted in _NO_THOUGHT:
+        return {"reasoning_effort": wanted, "enable_thinking": False}
+    upwards = _EFFORTS[_EFFORTS.index(wanted) :]
+    return {"reasoning_effort": next(filter(template.knows, upwards), wanted)}
 
 
 @cache

@@ -114,9 +114,22 @@ class Completion:
         max_tokens = output_budget(len(prompt), requested, engine.max_model_len, "prompt", DEFAULT_MAX_TOKENS)
         body.require_tokenizer(self._context.tokenizer)
         params = body.sampling_params(
-            engine.sampling_defaults, max_tokens, body.logprobs, detokenize=engine.tokenizer is not None
+            engine.sampling_defaults,
+            max_tokens,
+            body.logprobs,
+            detokenize=engine.tokenizer is not None,
+            structured_outputs=body.structured,
         )
-        return Work(request_id, prompt, params, "prompt", self._handover, body.priority, body.cache_salt)
+        return Work(
+            request_id,
+            prompt,
+            params,
+            "prompt",
+            self._handover,
+            body.priority,
+            body.cache_salt,
+            body.structured_by,
+        )
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
         """delta as an element of `choices`, behind its prompt if that is to be echoed."""

@@ -12,6 +12,7 @@ from glm_dcp_jax.serve.errors import ApiError
 from glm_dcp_jax.serve.interface import Engine
 from glm_dcp_jax.serve.load import Load
 from glm_dcp_jax.serve.metrics import Metrics
+from glm_dcp_jax.serve.parsing.parsers import Parsers
 from glm_dcp_jax.serve.settings import ServerSettings
 from glm_dcp_jax.serve.tracing import Profiler
 
@@ -23,6 +24,7 @@ class Context:
     engine: Engine
     settings: ServerSettings
     metrics: Metrics
+    parsers: Parsers
     drain: Drain
     profiler: Profiler
     load: Load = field(default_factory=Load)

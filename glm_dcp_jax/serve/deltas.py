@@ -48,17 +48,17 @@ class Delta:
 
 
 async def deltas(outputs: Outputs, usage: Usage, every_token: bool) -> AsyncGenerator[Delta, None]:
-    """The new parts of choices that are worth an event: new text, an end, or (if every_token) new tokens."""
-    cursors: dict[tuple[int, int], _Cursor] = {}
+    """The new parts of choices that are worth an event: new text or marks, an end, or (if every_token) new tokens."""
+    cursors: dict[tuple[int, int], Cursor] = {}
     async with aclosing(outputs):
         async for place, output in outputs:
             usage.see(place, output)
             for choice in output.outputs:
-                cursor = cursors.setdefault((place, choice.index), _Cursor())
+                cursor = cursors.setdefault((place, choice.index), Cursor())
                 if cursor.finished:
                     continue
                 new = cursor.advance(choice)
-                if new.text or new.finished or (every_token and new.token_ids):
+                if new.text or new.marks or new.finished or (every_token and new.token_ids):
                     params = output.kv_transfer_params if new.finished else None
                     yield Delta(
                         place, new, output.prompt_token_ids, cursor.first, output.prompt_logprobs, params
@@ -75,16 +75,17 @@ def whole_deltas(place: int, output: RequestOutput) -> list[Delta]:
 
 
 @dataclass
-class _Cursor:
+class Cursor:
     """How much of one choice has been passed on."""
 
     characters: int = 0
     tokens: int = 0
+    marks: int = 0
     finished: bool = False
     first: bool = True
 
     def advance(self, choice: CompletionOutput) -> CompletionOutput:
-        """The same choice with only its new text, tokens and logprobs."""
+        """The same choice with only its new text, tokens, logprobs and marks."""
         new = CompletionOutput(
             index=choice.index,
             text=choice.text[self.characters :],
@@ -92,7 +93,9 @@ class _Cursor:
             logprobs=None if choice.logprobs is None else choice.logprobs[self.tokens :],
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
+            marks=choice.marks[self.marks :],
         )
+        self.marks = len(choice.marks)
         self.characters, self.tokens = len(choice.text), len(choice.token_ids)
         self.finished = choice.finished
         return new

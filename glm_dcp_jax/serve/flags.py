@@ -32,21 +32,20 @@ DEMO_DEVICES = 4
 _REFUSED_HERE = {
     "chat_template_content_format": "messages reach the template as plain strings",
     "disable_log_requests": "requests are logged with --enable-log-requests only; leave it out",
-    "enable_auto_tool_choice": "tool calls are not parsed yet",
     "enable_request_id_headers": "answers always have X-Request-Id; leave it out",
     "enable_server_load_tracking": "/load always says the load; leave it out",
     "max_log_len": "prompts are never logged; see --enable-log-requests",
+    "no_enable_auto_tool_choice": "--tool-call-parser none does that",
     "profiler_config": "use --profiler-dir",
-    "reasoning_parser": "reasoning is not parsed yet; it stays part of the content",
+    "reasoning_parser_plugin": "--reasoning-parser has GLM's own",
     "ssl_certfile": "put a TLS proxy in front",
     "ssl_keyfile": "put a TLS proxy in front",
-    "tool_call_parser": "tool calls are not parsed yet",
+    "tool_parser_plugin": "--tool-call-parser has GLM's own",
     "uvicorn_log_level": "use --log-level",
     "uds": "the server listens on --host and --port only",
 }
 _OFF_ANYWAY = {
     "calculate_kv_scales",
-    "enable_auto_tool_choice",
     "enable_expert_parallel",
     "enable_lora",
     "enforce_eager",
@@ -127,6 +126,7 @@ def parse(argv: Sequence[str], has_gpu: bool) -> Command:
         chat_template=_template(given.pop("chat_template")),
         **same_named(given),
     )
+    del given["enable_auto_tool_choice"]
     if model is None and not has_gpu:
         _spread_demo(given)
     return Command(engine_config(model or DEMO_NAME, **given), settings, demo=model is None)

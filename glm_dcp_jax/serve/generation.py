@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -19,14 +19,16 @@ from glm_dcp_jax.serve.metrics import RequestWatch
 _LOG = logging.getLogger(__name__)
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
 _NOT_SHOWN = ("max_tokens", "detokenize", "extra_args")
-_MOST_SHOWN = 8
+_MOST_SHOWN, _MOST_CHARACTERS = 8, 200
+"""Entries of a list, and characters of a value, that a log shows."""
 _RETRY_SECONDS = 1
 """After which a client may try again when the queue was full: it moves with every request that ends."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """One prompt to run. blame: the request field that an error about the prompt names.
+    """One prompt to run. blame: the request field that an error about the prompt names. structured_by: the one that
+    asks for structured outputs.
 
     handover: of the request it belongs to. priority, cache_salt: as in Engine.add_request.
     """
@@ -38,6 +40,13 @@ class Work:
     handover: Handover
     priority: int = 0
     cache_salt: str = ""
+    structured_by: str = ""
+
+    def blamed(self, error: ValueError) -> str:
+        """The request field that an error of the engine is about."""
+        if not isinstance(error, ParameterError):
+            return self.blame
+        return self.structured_by if error.field == "structured_outputs" else error.field
 
 
 async def generate(context: Context, works: Sequence[Work]) -> Outputs:
@@ -68,12 +77,21 @@ async def generate(context: Context, works: Sequence[Work]) -> Outputs:
             await stream.aclose()
 
 
-async def complete(context: Context, works: Sequence[Work]) -> list[RequestOutput]:
-    """Run prompts to their ends; the outputs in the prompts' order. Raises as `generate`."""
+async def complete(
+    context: Context,
+    works: Sequence[Work],
+    enough: Callable[[RequestOutput], bool] = lambda output: False,
+) -> list[RequestOutput]:
+    """Run prompts to their ends; the outputs in the prompts' order. Raises as `generate`.
+
+    enough: sees each output as it comes, and whether it ends all that is still running.
+    """
     last: dict[int, RequestOutput] = {}
     async with aclosing(generate(context, works)) as outputs:
         async for place, output in outputs:
             last[place] = output
+            if enough(output):
+                break
     return [last[place] for place in range(len(works))]
 
 
@@ -95,8 +113,14 @@ def asked_for(params: SamplingParams) -> dict[str, Any]:
         value = getattr(params, field.name)
         if field.name not in _NOT_SHOWN and value not in (field.default, ()):
             is_long = isinstance(value, (tuple, dict)) and len(value) > _MOST_SHOWN
-            shown[field.name] = f"({len(value)} entries)" if is_long else value
+            shown[field.name] = f"({len(value)} entries)" if is_long else _shortened(value)
     return shown
+
+
+def _shortened(value: Any) -> Any:
+    """The value, or of a grammar and the like the beginning."""
+    text = repr(value)
+    return value if len(text) <= _MOST_CHARACTERS else text[:_MOST_CHARACTERS] + "..."
 
 
 async def _next(stream: AsyncGenerator[RequestOutput, None]) -> RequestOutput | None:
@@ -126,8 +150,7 @@ async def _observed(context: Context, work: Work) -> AsyncGenerator[RequestOutpu
         raise ApiError(str(error), 503, retry_after=_RETRY_SECONDS) from error
     except ValueError as error:
         reasons = []  # refused, so never begun
-        blame = error.field if isinstance(error, ParameterError) else work.blame
-        raise ApiError(str(error), param=blame) from error
+        raise ApiError(str(error), param=work.blamed(error)) from error
     except RuntimeError:
         reasons = ["error"] * work.params.n
         if context.engine.is_dead:

@@ -5,11 +5,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from glm_dcp_jax.config.flags_file import HELP, OPTION, json_list
+from glm_dcp_jax.serve.parsing.parsers import CHOICES
 from glm_dcp_jax.serve.settings import LOG_FORMATS, LOG_LEVELS, ServerSettings
 
 SAME_NAME = (
     "host",
     "port",
+    "reasoning_parser",
+    "tool_call_parser",
     "max_logprobs",
     "log_level",
     "log_format",
@@ -58,10 +61,27 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--chat-template", help="a jinja file, or the template itself, instead of the model's")
     group.add_argument(
+        "--reasoning-parser",
+        choices=CHOICES,
+        default="auto",
+        help="whose reasoning is told from content; auto: GLM's, if the tokenizer has its tags (default: auto)",
+    )
+    group.add_argument(
+        "--tool-call-parser",
+        choices=CHOICES,
+        default="auto",
+        help="whose tool calls are read; auto: GLM's, if the tokenizer has its tags (default: auto)",
+    )
+    group.add_argument(
+        "--enable-auto-tool-choice",
+        action="store_true",
+        help="changes nothing: tools may be called wherever there is a tool call parser",
+    )
+    group.add_argument(
         "--max-logprobs",
         type=int,
         default=_default("max_logprobs"),
-        help="most logprobs a token (default: %(default)s)",
+        help=f"most logprobs a token (default: {_default('max_logprobs')})",
     )
     group.add_argument(
         "--shutdown-timeout",

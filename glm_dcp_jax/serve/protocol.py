@@ -1,15 +1,17 @@
 """The bodies of requests, as OpenAI and vLLM name their fields. Ranges are SamplingParams' to check."""
 
-from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, StrictFloat, StrictInt, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, PlainValidator, PrivateAttr, StrictFloat, StrictInt, model_validator
 
 from glm_dcp_jax.config import SamplingDefaults
 from glm_dcp_jax.engine.sampling_params import ParameterError, SamplingParams
+from glm_dcp_jax.engine.structured_outputs import StructuredOutputs
+from glm_dcp_jax.serve.body import Body, Request, refuse
+from glm_dcp_jax.serve.conversation import Conversation, Message
 from glm_dcp_jax.serve.errors import ApiError
-from glm_dcp_jax.serve.unsupported import refuse_unsupported
+from glm_dcp_jax.serve.structured import structured_outputs_of
 
 Prompt = str | list[int]
 """A prompt as text or as token ids."""
@@ -47,43 +49,6 @@ def _strings(value: Any, allowed: str = "a list of strings") -> list[str]:
     return value
 
 
-def _text(value: Any) -> str:
-    """The text of a message: a string, or a list of text parts, which are joined by newlines (as in vLLM)."""
-    parts = [{"type": "text", "text": value}] if isinstance(value, str) else value
-    if not isinstance(parts, list):
-        raise ValueError("must be a string or a list of text parts")
-    texts = []
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(
-                'only text is supported, as a string or as parts {"type": "text", "text": "..."}'
-            )
-        texts.append(part["text"])
-    return "\n".join(texts)
-
-
-def _refuse(param: str, reason: str) -> PydanticCustomError:
-    return PydanticCustomError("refused", "{reason}", {"param": param, "reason": reason})
-
-
-class Body(BaseModel):
-    """An object of a request. Null is as good as absent; unknown fields are ignored, unsupported ones refused."""
-
-    model_config = ConfigDict(extra="ignore")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _given(cls, fields: Any) -> Any:
-        refuse_unsupported(fields, cls.model_fields)
-        return {k: v for k, v in fields.items() if v is not None} if isinstance(fields, dict) else fields
-
-
-class Request(Body):
-    """Any request. model: None takes the one there is."""
-
-    model: str | None = None
-
-
 class StreamOptions(Body):
     """include_usage: one more chunk at the end, with the token counts."""
 
@@ -112,7 +77,8 @@ _SAMPLING = (
 class GenerationRequest(Request):
     """What completions and chat have in common. None stands for SamplingParams' default.
 
-    priority: lower runs first, where the engine schedules by it. cache_salt: only requests with the same one share what
+    response_format, structured_outputs, guided_*: what the output must look like, one of them. priority: lower runs
+    first, where the engine schedules by it. cache_salt: only requests with the same one share what
     the prefix cache holds. kv_transfer_params: where another engine holds the prompt's cache, or that it is to be held
     here for another.
     """
@@ -138,23 +104,46 @@ class GenerationRequest(Request):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     return_token_ids: bool = False
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     priority: StrictInt = 0
     cache_salt: str = Field("", min_length=1)
     kv_transfer_params: dict[str, Any] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
+    _structured: StructuredOutputs | None = PrivateAttr(None)
+    _structured_by: str = PrivateAttr("")
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> "GenerationRequest":
         if self.stream_options and not self.stream:
-            raise _refuse("stream_options", "can only be given when stream is true")
+            raise refuse("stream_options", "can only be given when stream is true")
         return self
 
     @model_validator(mode="after")
     def _prompt_logprobs_come_whole(self) -> "GenerationRequest":
         if self.prompt_logprobs is not None and self.stream:
-            raise _refuse("prompt_logprobs", "are not available when stream is true")
+            raise refuse("prompt_logprobs", "are not available when stream is true")
         return self
+
+    @model_validator(mode="after")
+    def _structured_outputs_are_one(self) -> "GenerationRequest":
+        self._structured, self._structured_by = structured_outputs_of(self.__dict__)
+        return self
+
+    @property
+    def structured(self) -> StructuredOutputs | None:
+        """What the output must look like."""
+        return self._structured
+
+    @property
+    def structured_by(self) -> str:
+        """The field that asks for structured outputs; empty if none does."""
+        return self._structured_by
 
     @property
     def include_usage(self) -> bool:
@@ -170,13 +159,24 @@ class GenerationRequest(Request):
         """Call `tokenizer_for(what, param)`, which raises if there is none, for each text that the output meets."""
         if self.stop:
             tokenizer_for("a stop string", "stop")
+        if self._structured is not None:
+            tokenizer_for("a structured output", self._structured_by)
         if self.bad_words:
             tokenizer_for("a bad word", "bad_words")
 
     def sampling_params(
-        self, defaults: SamplingDefaults, max_tokens: int, logprobs: int | None, detokenize: bool
+        self,
+        defaults: SamplingDefaults,
+        max_tokens: int,
+        logprobs: int | None,
+        detokenize: bool,
+        marked_token_ids: Sequence[int] = (),
+        structured_outputs: StructuredOutputs | None = None,
     ) -> SamplingParams:
-        """defaults: for fields left open. Raises ApiError 400 for a value out of range."""
+        """defaults: for fields left open. marked_token_ids, structured_outputs: as in SamplingParams.
+
+        Raises ApiError 400 for a value out of range.
+        """
         sampling: dict[str, Any] = {name: value for name, value in defaults.items() if name != "max_tokens"}
         sampling |= {name: getattr(self, name) for name in _SAMPLING if getattr(self, name) is not None}
         try:
@@ -190,6 +190,8 @@ class GenerationRequest(Request):
                 include_stop_str_in_output=self.include_stop_str_in_output,
                 skip_special_tokens=self.skip_special_tokens,
                 detokenize=detokenize,
+                structured_outputs=structured_outputs,
+                marked_token_ids=list(marked_token_ids),
                 extra_args={"kv_transfer_params": self.kv_transfer_params}
                 if self.kv_transfer_params
                 else None,
@@ -215,7 +217,7 @@ class CompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def _one_cache_one_prompt(self) -> "CompletionRequest":
         if self.kv_transfer_params and len(self.prompt) > 1:
-            raise _refuse(
+            raise refuse(
                 "kv_transfer_params", "are for one prompt; send each of several in a request of its own"
             )
         return self
@@ -232,49 +234,18 @@ class CompletionRequest(GenerationRequest):
         return self.echo and self.max_tokens == 0
 
 
-class Message(Body):
-    """One turn of a conversation. reasoning_content: what an assistant thought, for templates that show it."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, PlainValidator(_text, json_schema_input_type=str | list[dict[str, Any]])]
-    reasoning_content: str | None = None
-    name: str | None = None
-
-    def for_template(self) -> dict[str, str]:
-        """What the chat template sees. `developer` is OpenAI's newer name for `system`; templates know only that."""
-        fields = self.model_dump(exclude_none=True)
-        return {**fields, "role": "system"} if self.role == "developer" else fields
-
-
-class Conversation(Request):
-    """Messages, and how the chat template makes a prompt of them."""
-
-    messages: list[Message] = Field(min_length=1)
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
-
-    @model_validator(mode="after")
-    def _reserved_names(self) -> "Conversation":
-        reserved = {"messages", "chat_template", "add_generation_prompt", "tools", "documents", "self"}
-        for name in sorted(reserved & set(self.chat_template_kwargs or {})):
-            raise _refuse("chat_template_kwargs", f"must not hold {name}")
-        return self
-
-    @property
-    def template_variables(self) -> dict[str, Any]:
-        """What the template gets besides the messages."""
-        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        return {**effort, **(self.chat_template_kwargs or {})}
-
-
 class ChatRequest(GenerationRequest, Conversation):
-    """POST /v1/chat/completions. top_logprobs: alternatives to report per token, when logprobs is true."""
+    """POST /v1/chat/completions. top_logprobs: alternatives to report per token, when logprobs is true.
+
+    parallel_tool_calls: whether a turn may make more than one call. include_reasoning: whether it comes back.
+    """
 
     max_completion_tokens: StrictInt | None = None
     logprobs: bool = False
     top_logprobs: StrictInt | None = None
     add_special_tokens: bool = False
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
 
 
 class ReleaseRequest(Body):
@@ -294,7 +265,7 @@ class TokenizeRequest(Conversation):
     @model_validator(mode="after")
     def _one_of_both(self) -> "TokenizeRequest":
         if (self.prompt is None) == (not self.messages):
-            raise _refuse("prompt", "give either prompt or messages")
+            raise refuse("prompt", "give either prompt or messages")
         return self
 
 

@@ -8,6 +8,7 @@ from glm_dcp_jax.config import ConfigError
 from glm_dcp_jax.engine.chat_template import ChatTemplate, ChatTemplateError
 from glm_dcp_jax.engine.sampling_params import MAX_LOGPROBS
 from glm_dcp_jax.serve.draining import check_patience
+from glm_dcp_jax.serve.parsing.parsers import CHOICES
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
@@ -21,10 +22,11 @@ class ServerSettings:
     """Raises ConfigError for a value that cannot work.
 
     served_model_names: what requests may call the model; the first is what answers and metrics call it.
-    api_keys: empty lets everyone in. chat_template: jinja source instead of the checkpoint's. shutdown_timeout: seconds
-    that what runs may go on after a signal. sse_keep_alive_interval: seconds without an event after which a stream gets
-    a comment; 0 for never. allowed_origins: whose pages may use the server; the other three say how. root_path: where a
-    proxy shows the server. profiler_dir: where traces go; None for no profiler.
+    api_keys: empty lets everyone in. chat_template: jinja source instead of the checkpoint's. reasoning_parser,
+    tool_call_parser: one of parsers.CHOICES. shutdown_timeout: seconds that what runs may go on after a signal.
+    sse_keep_alive_interval: seconds without an event after which a stream gets a comment; 0 for never. allowed_origins:
+    whose pages may use the server; the other three say how. root_path: where a proxy shows the server. profiler_dir:
+    where traces go; None for no profiler.
     """
 
     served_model_names: tuple[str, ...]
@@ -32,6 +34,8 @@ class ServerSettings:
     port: int = 8000
     api_keys: tuple[str, ...] = ()
     chat_template: str | None = None
+    reasoning_parser: str = "auto"
+    tool_call_parser: str = "auto"
     max_logprobs: int = MAX_LOGPROBS
     log_level: str = "info"
     log_format: str = "text"
@@ -53,6 +57,9 @@ class ServerSettings:
             raise ConfigError(f"port must be from 0 (any free one) to 65535, but is {self.port}")
         if not 0 <= self.max_logprobs <= MAX_LOGPROBS:
             raise ConfigError(f"max_logprobs must be from 0 to {MAX_LOGPROBS}, but is {self.max_logprobs}")
+        for name in ("reasoning_parser", "tool_call_parser"):
+            if getattr(self, name) not in CHOICES:
+                raise ConfigError(f"{name} must be {', '.join(CHOICES)}, but is {getattr(self, name)!r}")
         if not all(self.api_keys):
             raise ConfigError("api_key must not be empty")
         if not all(key.isascii() for key in self.api_keys):

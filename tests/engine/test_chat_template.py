@@ -74,3 +74,16 @@ def test_a_long_range_is_refused():
     assert ChatTemplate("{{ range(10000) | length }}").render([]) == "10000"
     with pytest.raises(ChatTemplateError, match="at most 10000"):
         ChatTemplate("{% for i in range(10001) %}{% endfor %}").render([])
+
+
+def test_a_template_tells_which_variables_it_reads_and_what_it_compares_them_with():
+    template = ChatTemplate(
+        "{% set seen = tools %}{% if effort == 'high' %}{{ 'low' ~ a }}{% endif %}{# documents #}text"
+    )
+    assert [template.reads(name) for name in ("tools", "effort", "seen", "documents")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert [template.knows(value) for value in ("high", "low", "text", "max")] == [True, True, False, False]

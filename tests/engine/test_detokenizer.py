@@ -171,3 +171,88 @@ def test_a_very_long_stop_string_costs_no_more_per_token(tokenizer):
     assert detokenizer.text == ""
     detokenizer.finish()
     assert detokenizer.text == "a" * 2000
+
+
+THINK, END_THINK = "<think>", "</think>"
+
+
+@pytest.fixture(scope="module")
+def marked(tokenizer) -> list[int]:
+    return [id for tag in (THINK, END_THINK) for id in tokenizer.encode(tag, add_special_tokens=False)]
+
+
+def with_tags(detokenizer: Detokenizer, tokenizer: Tokenizer) -> str:
+    """What may be shown, the marked tokens' texts put back where the marks say."""
+    text, end, parts = detokenizer.text, 0, []
+    for mark in detokenizer.marks:
+        parts += [text[end : mark.position], tokenizer.token_to_str(mark.token_id)]
+        end = mark.position
+    return "".join([*parts, text[end:]])
+
+
+@given(
+    words=st.lists(st.one_of(st.text("ab<>k", max_size=5), st.sampled_from([THINK, END_THINK])), max_size=10),
+    stops=st.lists(
+        st.one_of(st.text("ab<k>", min_size=1, max_size=4), st.sampled_from([THINK, "k>a"])), max_size=3
+    ),
+    cuts=BURSTS,
+    include=st.booleans(),
+)
+def test_marked_tokens_are_text_for_stop_strings_and_marks_for_readers(
+    tokenizer, marked, words, stops, cuts, include
+):
+    ids = [
+        id
+        for word in words
+        for piece in ([word] if word in (THINK, END_THINK) else word)
+        for id in tokenizer.encode(piece, add_special_tokens=False)
+    ]
+    plain = Detokenizer(tokenizer, SamplingParams(stop=stops, include_stop_str_in_output=include))
+    params = SamplingParams(stop=stops, include_stop_str_in_output=include, marked_token_ids=marked)
+    detokenizer = Detokenizer(tokenizer, params)
+    before = ""
+    plain.push(ids)
+    for burst in cut(ids, cuts):
+        detokenizer.push(burst)
+        shown = with_tags(detokenizer, tokenizer)
+        assert shown.startswith(before)  # neither text nor marks are ever taken back
+        before = shown
+    plain.finish()
+    detokenizer.finish()
+    assert detokenizer.stop == plain.stop
+    shown = with_tags(detokenizer, tokenizer)
+    assert shown.startswith(before) and plain.text.startswith(shown)
+    cut_off = plain.text[len(shown) :]  # a stop string that began or ended within a tag takes all of it
+    assert cut_off == "" or (plain.stop and any(tag.startswith(cut_off) for tag in (THINK, END_THINK)))
+
+
+def test_a_marked_token_adds_no_text_and_letters_that_spell_it_are_no_mark(tokenizer, marked):
+    detokenizer = Detokenizer(tokenizer, SamplingParams(marked_token_ids=marked))
+    letters = [id for letter in THINK for id in tokenizer.encode(letter, add_special_tokens=False)]
+    detokenizer.push([*tokenizer.encode("a", False), marked[1], *letters])
+    assert (detokenizer.text, detokenizer.marks) == ("a<think>", [(1, marked[1])])
+
+
+def test_a_mark_waits_for_the_text_before_it(tokenizer, marked):
+    detokenizer = Detokenizer(tokenizer, SamplingParams(marked_token_ids=marked, stop="a</think>b"))
+    detokenizer.push([*tokenizer.encode("xa", False), marked[1]])
+    assert (detokenizer.text, detokenizer.marks) == ("x", [])
+    detokenizer.push(tokenizer.encode("c", False))
+    assert (detokenizer.text, detokenizer.marks) == ("xac", [(2, marked[1])])
+
+
+def test_a_mark_ends_half_a_character(tokenizer, marked):
+    detokenizer = Detokenizer(tokenizer, SamplingParams(marked_token_ids=marked))
+    first, *rest = tokenizer.encode("𒀀", False)
+    detokenizer.push([first, marked[1], *rest])
+    detokenizer.finish()
+    assert detokenizer.text.startswith("\ufffd") and detokenizer.marks == [(1, marked[1])]
+
+
+def test_a_tag_may_be_a_stop_string(tokenizer, marked):
+    ids = [*tokenizer.encode("a", False), marked[1], *tokenizer.encode("b", False)]
+    for include, marks in ((False, []), (True, [(1, marked[1])])):
+        params = SamplingParams(marked_token_ids=marked, stop=END_THINK, include_stop_str_in_output=include)
+        detokenizer = Detokenizer(tokenizer, params)
+        detokenizer.push(ids)
+        assert (detokenizer.stop, detokenizer.text, detokenizer.marks) == (END_THINK, "a", marks)

@@ -58,6 +58,16 @@ class TestProgress:
                 len(now.outputs[0].logprobs) == len(now.prompt_logprobs) - 1 == len(now.outputs[0].token_ids)
             )
 
+    def test_marks_are_of_the_moment_too(self, tokenizer):
+        request = request_of(tokenizer, marked_token_ids=[B])
+        moments = []
+        for token in (B, A, B):
+            request.sequences[0].append(token, frozenset())
+            moments.append(request.progress())
+        length = len(tokenizer.token_to_str(A))
+        marks = [progress.output().outputs[0].marks for progress in moments]
+        assert marks == [[(0, B)], [(0, B)], [(0, B), (length, B)]]
+
     def test_an_end_later_on_is_not_in_it(self):
         request = request_of(None, stop_token_ids=[STOP])
         request.sequences[0].append(A, frozenset())

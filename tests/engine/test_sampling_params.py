@@ -77,6 +77,7 @@ def test_defaults_are_vllms():
         ("stop", 5, "a string or a list of strings"),
         ("stop_token_ids", [-1], "from 0"),
         ("stop_token_ids", 7, "a list of token ids"),
+        ("marked_token_ids", ["a"], "from 0"),
     ],
 )
 def test_values_out_of_range_are_named_with_what_is_allowed(field, value, allowed):

@@ -1,6 +1,10 @@
 """Drafts by the MTP layer: they save steps and change nothing, whatever a request asks for and what becomes of it."""
 
+import json
+
+import jsonschema
 import pytest
+from random_schemas import random_schema
 from tiny import (
     GREEDY,
     MIXED,
@@ -14,8 +18,9 @@ from tiny import (
     tokens_of,
 )
 
-from glm_dcp_jax import LLM
+from glm_dcp_jax import LLM, SamplingParams
 from glm_dcp_jax.config import ConfigError
+from glm_dcp_jax.engine.structured_outputs import StructuredOutputs
 from glm_dcp_jax.model.safetensors_reader import CheckpointError
 
 LONG = changed(GREEDY, max_tokens=24)
@@ -142,3 +147,72 @@ def test_a_step_too_small_for_one_request_is_refused(drafting):
 def test_a_checkpoint_without_the_layer_is_refused(directory):
     with pytest.raises(CheckpointError, match="no tensors of the MTP layer.*leave --speculative-config out"):
         with_drafts(directory, 1)
+
+
+def schemas(first: int, count: int) -> tuple[list[dict], list[SamplingParams]]:
+    """Random schemas, and what asks for them: greedily every third time, else at all sorts of temperatures."""
+    made = [random_schema(seed) for seed in range(first, first + count)]
+    asked = [
+        SamplingParams(
+            temperature=(0.0, 0.8, 1.5)[seed % 3],
+            top_p=0.95,
+            seed=seed,
+            max_tokens=70,
+            structured_outputs=StructuredOutputs(json=schema, disable_any_whitespace=seed % 2 == 0),
+        )
+        for seed, schema in enumerate(made, first)
+    ]
+    return made, asked
+
+
+def check_schemas(llm: LLM, plain: LLM, first: int, count: int) -> int:
+    """With drafts and without the same tokens, and JSON of its schema unless it was cut off; returns how many ended."""
+    made, asked = schemas(first, count)
+    prompts = [[10 + seed % 200] for seed in range(first, first + count)]
+    found, expected = generate(llm, prompts, asked), generate(plain, prompts, asked)
+    assert tokens_of(found) == tokens_of(expected)
+    ended = 0
+    for schema, request in zip(made, found, strict=True):
+        (output,) = request.outputs
+        if output.finish_reason != "length":
+            assert output.finish_reason == "stop"
+            jsonschema.validate(json.loads(output.text), schema)
+            ended += 1
+    return ended
+
+
+def test_structured_outputs_are_what_their_schemas_say_with_drafts_and_without(llm, plain):
+    before = llm.engine.stats().drafts.accepted
+    assert check_schemas(llm, plain, 0, 16) >= 5
+    assert llm.engine.stats().drafts.accepted > before, "no draft was right: the test shows nothing"
+
+
+@pytest.mark.slow
+def test_200_random_schemas(llm, plain):
+    ended = sum(check_schemas(llm, plain, first, 20) for first in range(0, 200, 20))
+    print(f"{ended} of 200 outputs ended by themselves")
+    assert ended >= 60
+
+
+def test_what_is_bound_only_behind_a_token_is_free_before_it(llm, plain):
+    """As reasoning is; the token may come in the middle of a run of drafts, and the output does not end before it."""
+    (free,) = tokens_of(generate(plain, MIXED[:1], changed(RANDOM, max_tokens=40)))
+    until = next(token for token in free[3:] if token not in free[:3])
+    wanted = StructuredOutputs(choice=["cat", "rat"], after_token=until)
+    params = changed(RANDOM, max_tokens=60, ignore_eos=False, structured_outputs=wanted)
+    found, expected = only(llm, MIXED[0], params), only(plain, MIXED[0], params)
+    assert found.token_ids == expected.token_ids and found.finish_reason == "stop"
+    at = found.token_ids.index(until)
+    assert found.token_ids[: at + 1] == free[: at + 1]
+    behind = llm.engine.tokenizer.decode(found.token_ids[at + 1 : -1])
+    assert behind in ("cat", "rat")
+
+
+def test_bound_and_free_requests_share_steps(llm, plain):
+    bound = changed(RANDOM, ignore_eos=False, structured_outputs=StructuredOutputs(regex="[ab]{20}"))
+    mixed = [bound, LONG, RULES, changed(bound, n=2)]
+    assert tokens_of(generate(llm, MIXED[:4], mixed)) == [
+        tokens
+        for prompt, params in zip(MIXED, mixed, strict=False)
+        for tokens in tokens_of(generate(plain, [prompt], params))
+    ]

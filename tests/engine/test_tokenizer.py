@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from glm_dcp_jax.config import ConfigError
+from glm_dcp_jax.demo.description import VOCABULARY
+from glm_dcp_jax.demo.tokenizer import make_tokenizer
 from glm_dcp_jax.engine.chat_template import ChatTemplateError
 from glm_dcp_jax.engine.tokenizer import Tokenizer
 
@@ -160,6 +162,23 @@ def test_templates_know_the_special_tokens_and_the_variables(directory):
 def test_no_template_is_an_error_with_the_way_out(directory):
     with pytest.raises(ChatTemplateError, match="--chat-template"):
         Tokenizer.load(directory).apply_chat_template([])
+
+
+def test_glms_tokens_without_a_template_get_the_built_in_one(directory, caplog):
+    make_tokenizer(VOCABULARY).save(str(directory / "tokenizer.json"))
+    messages = [{"role": "user", "content": "Hi"}]
+    with caplog.at_level("INFO", "glm_dcp_jax"):
+        prompt = Tokenizer.load(directory).apply_chat_template(messages, enable_thinking=False)
+    assert prompt == "[gMASK]<sop><|user|>Hi<|assistant|><think></think>"
+    assert "has no chat template" in caplog.text
+    (directory / "chat_template.jinja").write_text("its own")
+    assert Tokenizer.load(directory).apply_chat_template(messages) == "its own"
+
+
+def test_an_added_token_has_an_id_by_its_text():
+    glm = Tokenizer(make_tokenizer(VOCABULARY))
+    assert glm.encode("<think>") == [glm.token_id("<think>")]
+    assert glm.token_id("a") is None and glm.token_id("no such token") is None
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,14 @@
 from typing import NamedTuple
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from glm_dcp_jax.config import ConfigError, ParallelConfig
 from glm_dcp_jax.parallel import transport
+from glm_dcp_jax.parallel.exchange import exchange
+from glm_dcp_jax.parallel.mesh import make_mesh
 from glm_dcp_jax.parallel.transport import choose_transport, compiler_options
 
 
@@ -52,6 +56,23 @@ def test_a_machine_without_a_driver_has_no_peer_access() -> None:
     """This one has none, or has GPUs that the question is for."""
     found = transport._without_peer_access([0, 1])
     assert found is None or "driver" in found or "cannot address" in found
+
+
+@pytest.mark.parametrize("way", ["direct", "ce"])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_an_exchange_brings_everybody_all_records_in_the_ranks_order(devices, world, way) -> None:
+    mesh = make_mesh(ParallelConfig(4, world), devices(4))
+    mine = np.arange(4 * 3 * 5, dtype=np.uint8).reshape(4 * 3, 5)
+    spec = PartitionSpec(mesh.axis_names)
+    program = jax.shard_map(
+        lambda x: exchange(x, way), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+    )
+    arrived = np.asarray(jax.jit(program)(mine)).reshape(4, world * 3, 5)
+    for rank in range(4):
+        first = rank // world * world
+        np.testing.assert_array_equal(
+            arrived[rank], mine.reshape(4, 3, 5)[first : first + world].reshape(-1, 5)
+        )
 
 
 def test_unknown_words_are_refused() -> None:

@@ -174,4 +174,6 @@ def test_drafts_read_the_mtp_layer_and_the_head_each_time(floor):
 
 
 def test_the_ratio_is_of_sums():
-    assert ratio({"a": 3.0, "b": 1.0}, {"a": 2.0}) == 2.0
+    read = {"a": 3.0, "b": 1.0, "collectives": 2.0}
+    assert ratio(read, {"a": 2.0}) == 2.0
+    assert ratio(read, {"a": 2.0}, sent=True) == 3.0

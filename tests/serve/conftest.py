@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 import httpx
 import pytest
 from fake_engine import FakeEngine
+from written import HELLO, engine_that_says
 
 from glm_dcp_jax.serve.app import create_app
 from glm_dcp_jax.serve.settings import ServerSettings
@@ -57,5 +58,18 @@ def post(client) -> Callable:
 
     async def send(path: str, **body) -> httpx.Response:
         return await client.post(path, json=body)
+
+    return send
+
+
+@pytest.fixture
+def ask(client_of) -> Callable:
+    """Send a chat to an engine that says this; the answer."""
+
+    async def send(says: str | FakeEngine, settings=(), **body) -> httpx.Response:
+        engine = engine_that_says(says) if isinstance(says, str) else says
+        return await client_of(engine, **dict(settings)).post(
+            "/v1/chat/completions", json={"messages": HELLO, **body}
+        )
 
     return send

@@ -59,6 +59,9 @@ class FakeEngine:
         self.config = EngineConfig(model="somewhere/fake")
         self.max_model_len = MAX_MODEL_LEN
         self.tokenizer = tokenizer() if with_tokenizer else None
+        self.eos = EOS
+        self.says: list[list[int]] = []
+        """Of each choice, what it says instead of the prompt, before eos."""
         self.sampling_defaults: dict[str, int | float] = {}
         self.delay = delay
         self.burst = burst
@@ -117,7 +120,12 @@ class FakeEngine:
             self.running.discard(request_id)
             yield RequestOutput(request_id, None, prompt_token_ids, failed, True, error=self.error)
             return
-        choices = [_Echo(index, prompt_token_ids, params, self.tokenizer) for index in range(params.n)]
+        choices = [
+            _Echo(index, [*self.says[index], self.eos], 0, params, self.tokenizer, self.eos)
+            if self.says
+            else _Echo(index, prompt_token_ids, index, params, self.tokenizer, self.eos)
+            for index in range(params.n)
+        ]
         finished = False
         steps = 0
         try:
@@ -176,10 +184,16 @@ class FakeEngine:
 
 class _Echo:
     def __init__(
-        self, index: int, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None
+        self,
+        index: int,
+        said: list[int],
+        start: int,
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        eos: int,
     ) -> None:
-        self.index, self.prompt, self.params = index, prompt, params
-        self.tokenizer = tokenizer
+        self.index, self.said, self.start, self.params = index, said, start, params
+        self.tokenizer, self.eos = tokenizer, eos
         self.ids: list[int] = []
         self.reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -190,10 +204,10 @@ class _Echo:
         said = 0
         while said < count and self.reason is None:
             said += 1
-            token = self.prompt[(self.index + len(self.ids)) % len(self.prompt)]
+            token = self.said[(self.start + len(self.ids)) % len(self.said)]
             self.ids.append(token)
-            if token in self.params.stop_token_ids or (token == EOS and not self.params.ignore_eos):
-                self.reason, self.stop_reason = "stop", None if token == EOS else token
+            if token in self.params.stop_token_ids or (token == self.eos and not self.params.ignore_eos):
+                self.reason, self.stop_reason = "stop", None if token == self.eos else token
             elif self.detokenizer and self.detokenizer.push([token]):
                 self.reason, self.stop_reason = "stop", self.detokenizer.stop
             elif len(self.ids) == self.params.max_tokens:
@@ -207,8 +221,9 @@ class _Echo:
         if self.params.logprobs is not None:
             logprobs = [scored(token, self.params.logprobs, self.tokenizer) for token in self.ids]
         text = self.detokenizer.text if self.detokenizer else ""
+        marks = list(self.detokenizer.marks) if self.detokenizer else []
         return CompletionOutput(
-            self.index, text, list(self.ids), None, logprobs, self.reason, self.stop_reason
+            self.index, text, list(self.ids), None, logprobs, self.reason, self.stop_reason, marks
         )
 
 

@@ -24,7 +24,12 @@ async def test_the_template_makes_the_prompt(post):
     assert body["choices"] == [
         {
             "index": 0,
-            "message": {"role": "assistant", "content": PROMPT},
+            "message": {
+                "role": "assistant",
+                "content": PROMPT,
+                "reasoning": None,
+                "reasoning_content": None,
+            },
             "logprobs": None,
             "finish_reason": "length",
             "stop_reason": None,
@@ -106,8 +111,8 @@ async def test_logprobs_without_alternatives(post):
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages.0.content", "only text"),
         (
             [{"role": "assistant", "content": "", "tool_calls": [{"id": "x"}]}],
-            "messages.0.tool_calls",
-            "not supp",
+            "messages.0.tool_calls.0.function",
+            "required",
         ),
         (["hello"], "messages.0", "dictionary"),
     ],

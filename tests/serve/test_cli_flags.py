@@ -159,7 +159,9 @@ def test_vllm_flags_we_do_not_have_are_refused_by_name(name):
         ("m --no-enable-chunked-prefill", "prefill is always chunked"),
         ("m --tp 4", "unknown flag --tp; it is -tp here"),
         ("m --context-length 4096", "it is --max-model-len here"),
-        ("m --tool-call-parser glm47", "tool calls are not parsed yet"),
+        ("m --no-enable-auto-tool-choice", "--tool-call-parser none"),
+        ("m --tool-parser-plugin x.py", "has GLM's own"),
+        ("m --tool-call-parser hermes", "tool-call-parser.*invalid choice.*glm47"),
         ("m --uds /run/x", "--host and --port"),
     ],
 )

@@ -156,16 +156,18 @@ async def test_a_lone_surrogate_is_a_bad_request(client):
         assert answer.json()["error"]["param"] == "prompt"
 
 
+async def test_completions_have_no_tools(post):
+    answer = await post(COMPLETIONS, prompt="a", tools=[{"type": "function"}])
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("tools: is not supported")
+
+
 @pytest.mark.parametrize(
     "fields",
     [
-        {"tools": [{"type": "function"}]},
-        {"tool_choice": "required"},
-        {"response_format": {"type": "json_object"}},
         {"best_of": 3},
-        {"guided_json": {}},
-        {"guided_regex": "a+"},
-        {"structured_outputs": {"regex": "a"}},
+        {"guided_whitespace_pattern": " "},
+        {"guided_decoding_backend": "outlines"},
         {"suffix": "end"},
         {"use_beam_search": True},
     ],

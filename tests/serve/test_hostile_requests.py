@@ -162,7 +162,7 @@ OTHERS = {
     "kv_transfer_params": (5, "a", [1], True),
     "model": (5, [], {}, True),
     "tools": ([{"type": "function"}], "a", 5),
-    "structured_outputs": ({"regex": "("}, "a", 5),
+    "structured_outputs": ({"nothing": 1}, {"choice": [5]}, {"regex": 5}, "a", 5),
 }
 
 

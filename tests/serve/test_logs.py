@@ -22,8 +22,8 @@ HEADERS = {"X-Request-Id": "mine-1"}
 async def test_a_request_is_logged_with_its_id_and_what_it_asks_for_but_not_its_prompt(
     engine, client_of, capsys
 ):
-    logs.configure("info")
     client = client_of(engine, enable_log_requests=True)
+    logs.configure("info")
     body = {
         "prompt": ["a secret", "b"],
         "max_tokens": 3,
@@ -49,9 +49,9 @@ async def test_requests_are_not_logged_unless_that_is_asked_for(client, capsys):
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_as_json_each_event_is_one_object_with_its_request(engine, client_of, capsys, stream):
-    logs.configure("info", "json")
     engine.fails_after = 1
     client = client_of(engine, enable_log_requests=True)
+    logs.configure("info", "json")
     body = {"prompt": "a b", "max_tokens": 5, "stream": stream}
     answer = await client.post(COMPLETIONS, json=body, headers=HEADERS)
     assert answer.status_code == (200 if stream else 500)

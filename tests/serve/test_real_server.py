@@ -1,5 +1,6 @@
 """The real thing: `python -m glm_dcp_jax.serve` as a process, TP4/DCP4, spoken to by the openai client."""
 
+import json
 import os
 import re
 import signal
@@ -92,8 +93,8 @@ def test_chat_and_its_stream_are_the_same(client, model):
     whole = client.chat.completions.create(model=model, messages=messages, **GREEDY)
     options = {"stream": True, "stream_options": {"include_usage": True}}
     chunks = list(client.chat.completions.create(model=model, messages=messages, **options, **GREEDY))
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert text == whole.choices[0].message.content
+    thought = [getattr(chunk.choices[0].delta, "reasoning", None) for chunk in chunks if chunk.choices]
+    assert "".join(filter(None, thought)) == whole.choices[0].message.reasoning != ""  # the prompt opens it
     of_stream, usage = chunks[-1].usage, whole.usage
     assert (of_stream.prompt_tokens, of_stream.completion_tokens) == (
         usage.prompt_tokens,
@@ -103,6 +104,38 @@ def test_chat_and_its_stream_are_the_same(client, model):
     assert (
         of_stream.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
     )  # what the first request computed
+
+
+def test_structured_outputs_are_what_was_asked_for(client, model):
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"enum": [1, 22]}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    answers = {"enum": ["yes", "no"]}
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": answers, "strict": True}}
+    messages = [{"role": "user", "content": "Who?"}]
+    options = {"model": model, "messages": messages, "max_tokens": 60, "temperature": 1.2, "seed": 3}
+    no_thoughts = {"chat_template_kwargs": {"enable_thinking": False}}
+    compact = {"structured_outputs": {"json": schema, "disable_any_whitespace": True}}
+    whole = client.chat.completions.create(extra_body=no_thoughts | compact, **options).choices[0]
+    assert whole.finish_reason == "stop"
+    person = json.loads(whole.message.content)
+    assert set(person) == {"name", "age"} and person["age"] in (1, 22) and len(person["name"]) <= 5
+    options |= {"extra_body": no_thoughts}
+    whole = client.chat.completions.create(response_format=form, **options).choices[0]
+    assert json.loads(whole.message.content) in ("yes", "no") and whole.finish_reason == "stop"
+    streamed = client.chat.completions.create(response_format=form, stream=True, **options)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == whole.message.content
+    completed = client.completions.create(
+        model=model, prompt="Yes or no?", extra_body={"structured_outputs": {"choice": ["yes", "no"]}}
+    )
+    assert completed.choices[0].text in ("yes", "no")
+    with pytest.raises(openai.BadRequestError, match="json cannot be used: Invalid type: foo") as refused:
+        form["json_schema"]["schema"] = {"type": "foo"}
+        client.chat.completions.create(response_format=form, **options)
+    assert refused.value.body["param"] == "response_format"
 
 
 def test_tokens_in_are_tokens_out_and_text_goes_through_tokenize(server, client, model):
