@@ -42,6 +42,14 @@ def test_flags_are_documented_as_they_are():
     )
 
 
+def test_metrics_are_documented_as_they_are():
+    script = runpy.run_path(str(ROOT / "scripts" / "make_metrics_doc.py"))
+    written = (ROOT / "docs" / "metrics.md").read_text()
+    assert written == script["document"](), (
+        "docs/metrics.md is out of date: run .venv/bin/python scripts/make_metrics_doc.py"
+    )
+
+
 def test_readme_names_only_flags_that_exist():
     pages = [(ROOT / "docs" / page).read_text() for page in ("flags.md", "planner.md")]
     known = {flag for page in pages for flag in re.findall(r"`(--?[\w-]+)`", page)}

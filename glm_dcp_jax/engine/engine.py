@@ -13,7 +13,7 @@ from glm_dcp_jax.config import ConfigError, EngineConfig, ModelConfig, SamplingD
 from glm_dcp_jax.config.flags import option_of
 from glm_dcp_jax.engine.batch import BatchMaker, shape_of
 from glm_dcp_jax.engine.draft_stats import DraftStats
-from glm_dcp_jax.engine.engine_stats import EngineStats
+from glm_dcp_jax.engine.engine_stats import STEP_TOKENS, EngineStats
 from glm_dcp_jax.engine.kv_connector import KVConnector, make_connector, wish_of
 from glm_dcp_jax.engine.landing import Landed, Landing, land
 from glm_dcp_jax.engine.outputs import Logprob
@@ -32,6 +32,7 @@ from glm_dcp_jax.model.locate import locate_model
 from glm_dcp_jax.model.safetensors_reader import Checkpoint
 from glm_dcp_jax.parallel import processes
 from glm_dcp_jax.transfer.references import Wish
+from glm_dcp_jax.transfer.transfer_stats import Distribution
 
 _log = logging.getLogger(__name__)
 _IDLE_SECONDS = 0.02
@@ -79,6 +80,7 @@ class Engine:
         self._owner: dict[Sequence, Request] = {}
         self._prompt_tokens = self._generation_tokens = 0
         self._drafts = DraftStats.of(self.scheduler.rows - 1)
+        self._step_tokens = Distribution(STEP_TOKENS)
         shards = config.parallel.dcp_indexer_shards
         _log.info("KV cache records: %s; indexer shards: %d", runner.blueprint.formats, shards)
         if ignored := config.parallel.without_effect:
@@ -258,7 +260,7 @@ class Engine:
     def _land(self, changed: dict[Request, None]) -> None:
         """Wait for the oldest step under way, and give its sequences what it brought them."""
         work, flight, preemptions = self._flights.popleft()
-        landed = land(work, flight)
+        landed, before = land(work, flight), self._generation_tokens
         for landing, epoch in zip(landed.landings, preemptions, strict=True):
             sequence = landing.sequence
             sequence.in_flight -= landing.draws
@@ -270,6 +272,8 @@ class Engine:
                 self._take(landing, landed, kept=sequence.preemptions == epoch)
             if landing.draws or sequence.finish_reason is not None:
                 changed[self._owner[sequence]] = None
+        drawn = self._generation_tokens - before
+        self._step_tokens.add(drawn + sum(chunk.count for chunk in work.chunks))
 
     def _take(self, landing: Landing, landed: Landed, kept: bool) -> None:
         """kept: whether the sequence still has the pages that the step wrote to."""
@@ -315,11 +319,14 @@ class Engine:
         return EngineStats(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
+            deferred=min(self.scheduler.deferred, len(self.scheduler.waiting)),
             cache_usage=self.scheduler.cache_usage,
             num_pages=self.runner.num_pages - 1,
+            device_kind=self.runner.device_kind,
             cache_dtype=self.runner.record.name,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
+            step_tokens=self._step_tokens.copy(),
             preemptions=self.scheduler.preemptions,
             prefix_cache=replace(self.scheduler.prefixes.stats),
             drafts=replace(self._drafts, accepted_at=list(self._drafts.accepted_at)),

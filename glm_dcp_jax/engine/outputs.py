@@ -54,7 +54,8 @@ class RequestOutput:
     prompt_logprobs: as of an output, of the prompt's tokens (None for the first); None if not asked for.
     num_cached_tokens: prompt tokens that were not computed, since the cache had them. kv_transfer_params: what another
     engine needs to go on from the prompt's cache; None unless it was asked for, and is held. error: why outputs ended
-    with finish_reason error, in words for whoever asked; None if there is no more to say.
+    with finish_reason error, in words for whoever asked; None if there is no more to say. began: when a step first
+    worked on the prompt, by time.monotonic(); None before.
     """
 
     request_id: str
@@ -66,3 +67,4 @@ class RequestOutput:
     num_cached_tokens: int = 0
     kv_transfer_params: dict[str, Any] | None = None
     error: str | None = None
+    began: float | None = None

@@ -85,6 +85,7 @@ class Runner:
             self.blueprint.layout,
             self.blueprint.record,
         )
+        self.device_kind: str = self.mesh.devices.flat[0].device_kind
         self.steps = self.blueprint.steps
         self.parameters = (
             restore_parameters(stored, self.blueprint.shape, self.mesh)

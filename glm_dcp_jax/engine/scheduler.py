@@ -26,7 +26,10 @@ _MOST_LOOKED_AT = 64
 
 
 class Scheduler:
-    """Waiting and running sequences, and the pages they hold. rows: of a sequence that decodes, 1 + drafts."""
+    """Waiting and running sequences, and the pages they hold. rows: of a sequence that decodes, 1 + drafts.
+
+    deferred: of those that wait, how many the last step passed over because something other than room was missing.
+    """
 
     def __init__(
         self,
@@ -49,7 +52,7 @@ class Scheduler:
         self._further_drafts = max(self.rows - 2, 0)
         self._spare_pages = round(config.watermark * (allocator.num_pages - 1))
         self._promised: dict[bytes, Sequence] = {}
-        self.preemptions = 0
+        self.preemptions = self.deferred = 0
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
@@ -65,7 +68,7 @@ class Scheduler:
 
     def next(self) -> Work:
         """The next step's work, which counts as begun; empty when nothing can run now."""
-        work = Work()
+        work, self.deferred = Work(), 0
         budget = self._config.max_num_batched_tokens
         preempted = self._decode(work, budget)
         budget -= len(work.decodes) * self.rows
@@ -100,12 +103,14 @@ class Scheduler:
 
     def loaded(self, sequence: Sequence) -> None:
         """Another engine's cache of its prompt is in its pages, but for the last row: it decodes from there."""
+        sequence.begin()
         sequence.loading, sequence.remote = False, None
         sequence.computed = sequence.cached_tokens = len(sequence.tokens) - 1
         self.advance(sequence, sequence.computed)
 
     def not_loaded(self, sequence: Sequence) -> None:
         """Nothing came of it: it computes its prompt itself, in the pages that it has."""
+        sequence.begin()
         sequence.loading, sequence.remote = False, None
 
     def keep(self, sequence: Sequence) -> PageTable:
@@ -258,11 +263,14 @@ class Scheduler:
                 return
             leader = _leader(sequence)
             if leader is not None and not self._is_behind_its_prompt(leader, work):
+                self.deferred += 1
                 continue
             found = self._found(sequence, leader)
             if self._is_promised(sequence, len(found.pages)):
+                self.deferred += 1
                 continue
             if sequence.remote is not None and self._loading >= self._max_loads:
+                self.deferred += 1
                 continue  # it would take a place, and wait there
             comes = sequence.remote is not None and found.length < len(sequence.tokens) - 1
             begun = self._load(work, sequence, found) if comes else self._start(work, sequence, found, budget)
@@ -308,6 +316,7 @@ class Scheduler:
         if table is None:
             return False
         self._enter(sequence, table, found)
+        sequence.begin()
         if sequence.remote is not None:  # others computed the same prompt meanwhile
             sequence.remote.abandon()
             sequence.remote = None

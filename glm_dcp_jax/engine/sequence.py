@@ -1,5 +1,6 @@
 """Requests and their outputs while they run."""
 
+import time
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -37,7 +38,7 @@ class Sequence:
     remote: its prompt's cache on another engine, as long as it may be wanted. loading: whether it is on its way here.
     advanced, settled: blocks, and tokens, of which the prefix cache was told since it runs.
     promised, delivered: blocks up to which others wait for it, and up to which they need not any more. preemptions: how
-    often it lost its pages.
+    often it lost its pages. began: when a step first worked on it, by time.monotonic(); None while it waits for that.
     """
 
     index: int
@@ -66,6 +67,7 @@ class Sequence:
     cached_tokens: int = 0
     scored: int = 0
     preemptions: int = 0
+    began: float | None = None
     drafts: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -92,6 +94,11 @@ class Sequence:
     def prefilling(self) -> bool:
         """Whether more than the last token is still to be computed."""
         return len(self.tokens) - self.computed > 1
+
+    def begin(self) -> None:
+        """A step works on it now. Only the first time counts."""
+        if self.began is None:
+            self.began = time.monotonic()
 
     def extend_keys(self) -> None:
         """Tell the keys of the tokens that came since they were told last."""
@@ -228,4 +235,5 @@ class Progress:
             num_cached_tokens=self.cached_tokens,
             kv_transfer_params=request.kv_transfer_params if self.finished else None,
             error=request.error if self.finished else None,
+            began=first.began,
         )

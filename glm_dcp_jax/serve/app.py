@@ -15,6 +15,7 @@ from glm_dcp_jax.serve import (
     prefix_cache,
     profiling,
     status,
+    status_page,
     tokens,
 )
 from glm_dcp_jax.serve.auth import RequireKey
@@ -36,7 +37,7 @@ _EXPOSED = ("X-Request-Id", "Retry-After")
 def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     """An app that serves this engine, and shuts it down when it ends itself."""
 
-    metrics = Metrics(engine, settings.served_model_names[0])
+    metrics = Metrics(engine, settings.served_model_names[0], settings.metrics_prefix)
     drain, profiler = Drain(settings.shutdown_timeout), Profiler(settings.profiler_dir)
     parsers = Parsers.chosen(settings.reasoning_parser, settings.tool_call_parser, engine.tokenizer)
     context = Context(engine, settings, metrics, parsers, drain, profiler)
@@ -57,7 +58,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     app.root_path = settings.root_path
     app.state.context = context
     errors.install(app, on_invalid=kv_transfer.call_off_invalid)
-    for part in (completions, chat, tokens, prefix_cache, kv_transfer, profiling, status):
+    for part in (completions, chat, tokens, prefix_cache, kv_transfer, profiling, status, status_page):
         app.include_router(part.router)
     app.add_middleware(CountLoad, load=context.load)
     app.add_middleware(LimitBody, limit=most_bytes(engine.max_model_len))

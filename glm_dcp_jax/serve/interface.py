@@ -12,7 +12,9 @@ from glm_dcp_jax.engine.sampling_params import SamplingParams
 from glm_dcp_jax.engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from glm_dcp_jax.engine.kv_connector import TransferStats  # loads jax
+    # They load jax.
+    from glm_dcp_jax.engine.kv_connector import TransferStats
+    from glm_dcp_jax.transfer.transfer_stats import Distribution
 
 DAEMONS = ("compile", "engine", "kv-close")
 """Names of the threads in which an engine compiles its steps, runs them, and takes leave of other engines, and which
@@ -29,6 +31,18 @@ class EngineStats(Protocol):
     @property
     def waiting(self) -> int:
         """Requests that wait for room."""
+
+    @property
+    def deferred(self) -> int:
+        """Of those that wait, how many wait for something other than room."""
+
+    @property
+    def step_tokens(self) -> "Distribution":
+        """Tokens of prompts and outputs that steps brought."""
+
+    @property
+    def device_kind(self) -> str:
+        """What the engine's devices are."""
 
     @property
     def cache_usage(self) -> float:

@@ -9,7 +9,7 @@ REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
 """Of the request that this task works for."""
 _FORMAT = "%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(about)s%(message)s"
 _OURS = ("glm_dcp_jax", "uvicorn")
-_POLLED = ("/health", "/ping", "/metrics", "/load")
+_POLLED = ("/health", "/ping", "/metrics", "/load", "/status.json")
 _OF_EVERY_RECORD = {*vars(logging.makeLogRecord({})), "message", "asctime", "about", "color_message"}
 
 

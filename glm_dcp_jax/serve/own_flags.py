@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from glm_dcp_jax.config.flags_file import HELP, OPTION, json_list
+from glm_dcp_jax.serve.metric_table import DEFAULT_PREFIX
 from glm_dcp_jax.serve.parsing.parsers import CHOICES
 from glm_dcp_jax.serve.settings import LOG_FORMATS, LOG_LEVELS, ServerSettings
 
@@ -26,6 +27,7 @@ SAME_NAME = (
     "allowed_headers",
     "root_path",
     "profiler_dir",
+    "metrics_prefix",
 )
 """Flags whose values are settings of the same name."""
 
@@ -34,7 +36,7 @@ def add_own_flags(parser: argparse.ArgumentParser) -> None:
     """All of them, in groups."""
     _add_server(parser.add_argument_group("server"))
     _add_browsers(parser.add_argument_group("browsers and proxies"))
-    _add_logs(parser.add_argument_group("logs and profiles"))
+    _add_logs(parser.add_argument_group("logs, metrics and profiles"))
 
 
 def same_named(given: dict[str, Any]) -> Mapping[str, Any]:
@@ -154,4 +156,9 @@ def _add_logs(group: argparse._ArgumentGroup) -> None:
         "--profiler-dir",
         metavar="DIR",
         help="where /start_profile and /stop_profile leave traces (default: there are no such endpoints)",
+    )
+    group.add_argument(
+        "--metrics-prefix",
+        default=DEFAULT_PREFIX,
+        help=f"before the names of metrics that vLLM has too (default: {DEFAULT_PREFIX})",
     )

@@ -8,6 +8,7 @@ from glm_dcp_jax.config import ConfigError
 from glm_dcp_jax.engine.chat_template import ChatTemplate, ChatTemplateError
 from glm_dcp_jax.engine.sampling_params import MAX_LOGPROBS
 from glm_dcp_jax.serve.draining import check_patience
+from glm_dcp_jax.serve.metric_table import DEFAULT_PREFIX, check_prefix
 from glm_dcp_jax.serve.parsing.parsers import CHOICES
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -26,7 +27,7 @@ class ServerSettings:
     tool_call_parser: one of parsers.CHOICES. shutdown_timeout: seconds that what runs may go on after a signal.
     sse_keep_alive_interval: seconds without an event after which a stream gets a comment; 0 for never. allowed_origins:
     whose pages may use the server; the other three say how. root_path: where a proxy shows the server. profiler_dir:
-    where traces go; None for no profiler.
+    where traces go; None for no profiler. metrics_prefix: before the names of metrics that vLLM has too.
     """
 
     served_model_names: tuple[str, ...]
@@ -49,6 +50,7 @@ class ServerSettings:
     allowed_headers: tuple[str, ...] = _ANY
     root_path: str = ""
     profiler_dir: str | None = None
+    metrics_prefix: str = DEFAULT_PREFIX
 
     def __post_init__(self) -> None:
         if not self.served_model_names or not all(self.served_model_names):
@@ -73,6 +75,7 @@ class ServerSettings:
             )
         if self.profiler_dir == "":
             raise ConfigError("profiler_dir is empty; name a directory, or leave it out")
+        check_prefix(self.metrics_prefix)
         if self.chat_template is not None:
             try:
                 ChatTemplate(self.chat_template)  # better now than at the first request

@@ -1,14 +1,16 @@
 """What transfers came to, counted since the start."""
 
 import threading
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field
 
 from glm_dcp_jax.transfer.loads import Load, LoadFailed, Times
 
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-BYTES = tuple(float(2**power) for power in range(16, 40, 2))
-RUNS = (1.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0, 10_000.0, 30_000.0, 100_000.0, 1_000_000.0)
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0, 10.0, 30.0, 60.0)
+BYTES = tuple(float(2**power) for power in range(11, 40, 2))
+RUNS = (1.0, 10.0, 20.0, 30.0, 50.0, 75.0, 100.0, 200.0, 400.0, 1e3, 2e3, 4e3, 1e4, 2e4, 5e4, 1e5, 1e6)
+"""Bounds of the buckets: vLLM's, and further ones at their ends."""
 
 _RECENT = 256
 
@@ -26,8 +28,7 @@ class Distribution:
 
     def add(self, value: float) -> None:
         """One more observation."""
-        at = next((place for place, bound in enumerate(self.bounds) if value <= bound), len(self.bounds))
-        self.counts[at] += 1
+        self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
     def copy(self) -> "Distribution":

@@ -4,6 +4,7 @@ import logging
 import re
 from collections.abc import Iterator
 
+import jax
 import pytest
 from tiny import GREEDY, PROMPT, check_idle, generate, only, random_prompts, tiny_llm, tokens_of, write_tiny
 
@@ -104,12 +105,16 @@ class TestEngine:
         assert warning.endswith("--dcp-comm-backend a2a, --dcp-decode-path bulk")
 
     def test_stats_count_tokens(self, llm):
+        assert llm.engine.reset_prefix_cache()
         before = llm.engine.stats()
         generate(llm, [PROMPT, [9, 9]])
         after = llm.engine.stats()
         assert after.prompt_tokens - before.prompt_tokens == len(PROMPT) + 2
         assert after.generation_tokens - before.generation_tokens == 16
-        assert (after.running, after.waiting) == (0, 0)
+        assert (after.running, after.waiting, after.deferred) == (0, 0, 0)
+        tokens = after.step_tokens.total - before.step_tokens.total
+        assert tokens == len(PROMPT) + 2 + 16, "what steps computed of prompts, and what they drew"
+        assert after.device_kind == jax.devices()[0].device_kind
 
 
 class TestNaN:

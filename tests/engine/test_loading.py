@@ -37,7 +37,9 @@ class TestLoading:
         remote = engine.sequence(21, 3, remote=Elsewhere())
         engine.add(remote)
         engine.step()
+        assert remote.began is None, "bringing it is no computation"
         engine.bring(remote)
+        assert remote.began is not None
         assert remote.computed == 20 == remote.cached_tokens and remote.remote is None
         assert kinds(engine.run()) == "ddd" and remote.finish_reason == "length"
 
@@ -48,6 +50,7 @@ class TestLoading:
         engine.add(*remotes, own)
         engine.step()
         assert engine.loads == remotes[:2] and own.table is not None, "the others are passed by"
+        assert engine.scheduler.deferred == 2
         engine.bring(remotes[0])
         engine.step()
         assert engine.loads == remotes[:3]

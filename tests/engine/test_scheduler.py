@@ -55,6 +55,26 @@ class TestOrder:
     def test_there_is_no_work_without_requests(self):
         assert FakeEngine().step().is_empty
 
+    def test_what_waits_for_room_is_not_deferred(self):
+        engine = FakeEngine(max_num_seqs=1)
+        engine.add(*(engine.sequence(3) for _ in range(3)))
+        engine.step()
+        assert (len(engine.scheduler.waiting), engine.scheduler.deferred) == (2, 0)
+
+    def test_a_sequence_begins_with_its_first_step_and_only_once(self):
+        engine = FakeEngine(pages=5)
+        first, second = engine.sequence(14, 20), engine.sequence(14, 20)
+        engine.add(first, second)
+        assert first.began is second.began is None
+        engine.step()
+        began = first.began
+        assert began is not None and second.began is None
+        engine.step()
+        then = second.began
+        engine.run()
+        assert second.preemptions and (first.began, second.began) == (began, then)
+        assert began < then
+
     def test_an_unknown_policy_is_refused(self):
         with pytest.raises(ConfigError, match="use one of fcfs, priority"):
             SchedulerConfig(scheduling_policy="lpm")
@@ -205,8 +225,14 @@ class TestSharing:
         one, same = (engine.sequence([*self.PREFIX, number], 2) for number in (100, 101))
         other = engine.sequence(3, 2)
         engine.add(one, same, other)
+        engine.step()
+        assert (engine.scheduler.deferred, same.began) == (1, None)
         engine.run()
-        assert same.cached_tokens == 40 and engine.finished.index(other) < engine.finished.index(same)
+        assert (
+            engine.scheduler.deferred == 0
+            and same.cached_tokens == 40
+            and engine.finished.index(other) < engine.finished.index(same)
+        )
 
     def test_a_promise_ends_with_the_one_who_made_it(self):
         engine = FakeEngine(prefix_caching=True)

@@ -1,6 +1,7 @@
 """An engine without a model: it says the prompt over and over. Text, stop strings and limits are the real ones."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -13,11 +14,13 @@ from glm_dcp_jax.cache.prefix_cache import PrefixCacheStats
 from glm_dcp_jax.config import EngineConfig
 from glm_dcp_jax.engine.detokenizer import Detokenizer
 from glm_dcp_jax.engine.draft_stats import DraftStats
+from glm_dcp_jax.engine.engine_stats import STEP_TOKENS
 from glm_dcp_jax.engine.exchange_stats import ExchangeTotals
 from glm_dcp_jax.engine.outputs import CompletionOutput, Logprob, RequestOutput
 from glm_dcp_jax.engine.sampling_params import SamplingParams, check_vocabulary
 from glm_dcp_jax.engine.tokenizer import Tokenizer
 from glm_dcp_jax.engine.waiting import QueueFull, check_priority
+from glm_dcp_jax.transfer.transfer_stats import Distribution
 
 MAX_MODEL_LEN = 64
 VOCABULARY = 129280
@@ -39,13 +42,16 @@ def tokenizer() -> Tokenizer:
 class FakeStats:
     running: int
     waiting: int = 0
+    deferred: int = 0
     cache_usage: float = 0.25
     num_pages: int = 17
+    device_kind: str = "cpu"
     cache_dtype: str = "bfloat16"
     exchanges: ExchangeTotals = ExchangeTotals({"bulk": 3}, 1000, 80, 60, 1)
     compiles_after_warm_up: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    step_tokens: Distribution = field(default_factory=lambda: Distribution(STEP_TOKENS))
     preemptions: int = 3
     prefix_cache: PrefixCacheStats = field(default_factory=lambda: PrefixCacheStats(70, 40, 2))
     drafts: DraftStats = field(default_factory=lambda: DraftStats(6, 12, 7, [5, 2]))
@@ -96,6 +102,9 @@ class FakeEngine:
         """That its shutdown was given."""
         self.prompt_tokens = 0
         self.generation_tokens = 0
+        self.step_tokens = Distribution(STEP_TOKENS)
+        self.waiting = self.deferred = 0
+        """Of its stats."""
 
     async def generate(
         self,
@@ -120,6 +129,7 @@ class FakeEngine:
             self.running.discard(request_id)
             yield RequestOutput(request_id, None, prompt_token_ids, failed, True, error=self.error)
             return
+        began = time.monotonic()
         choices = [
             _Echo(index, [*self.says[index], self.eos], 0, params, self.tokenizer, self.eos)
             if self.says
@@ -135,7 +145,9 @@ class FakeEngine:
                     self.is_dead = self.dies
                     raise RuntimeError("secret detail of the failure")
                 steps += 1
-                self.generation_tokens += sum(choice.advance(self.burst) for choice in choices)
+                drawn = sum(choice.advance(self.burst) for choice in choices)
+                self.generation_tokens += drawn
+                self.step_tokens.add(drawn if steps > 1 else drawn + len(prompt_token_ids))
                 finished = all(choice.reason for choice in choices)
                 outputs = [choice.output() for choice in choices]
                 scores = self._prompt_logprobs(prompt_token_ids, params)
@@ -143,7 +155,15 @@ class FakeEngine:
                 leaves = finished and (params.kv_transfer_params or {}).get("do_remote_decode")
                 offered = self.offered if leaves else None
                 yield RequestOutput(
-                    request_id, None, prompt_token_ids, outputs, finished, scores, cached, offered
+                    request_id,
+                    None,
+                    prompt_token_ids,
+                    outputs,
+                    finished,
+                    scores,
+                    cached,
+                    offered,
+                    began=began,
                 )
             await asyncio.sleep(self.lingers)
         finally:
@@ -173,6 +193,9 @@ class FakeEngine:
     def stats(self) -> FakeStats:
         return FakeStats(
             running=len(self.running),
+            waiting=self.waiting,
+            deferred=self.deferred,
+            step_tokens=self.step_tokens.copy(),
             prompt_tokens=self.prompt_tokens,
             generation_tokens=self.generation_tokens,
             transfers=self.transfers,

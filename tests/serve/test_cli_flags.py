@@ -55,6 +55,8 @@ def test_server_flags(tmp_path, monkeypatch):
     assert (settings.host, settings.port, settings.api_keys) == ("0.0.0.0", 0, ("a", "b"))
     assert settings.served_model_names == ("x", "y")
     assert (settings.max_logprobs, settings.log_level, settings.chat_template) == (5, "debug", "from a file")
+    assert settings.metrics_prefix == "vllm:"
+    assert parse("m", "--metrics-prefix", "glm_dcp:").settings.metrics_prefix == "glm_dcp:"
     assert parse("m", "--chat-template", "{{ messages }}").settings.chat_template == "{{ messages }}"
     monkeypatch.setenv("VLLM_API_KEY", "from the environment")
     assert parse("m").settings.api_keys == ("from the environment",)
@@ -251,7 +253,7 @@ def test_help_lists_every_flag(capsys):
         "options",
         "server",
         "browsers and proxies",
-        "logs and profiles",
+        "logs, metrics and profiles",
         *flags._ENGINE_GROUPS.values(),
     ]
     for option in [*(flag.option for flag in FLAGS), "--api-key", "--served-model-name", "-dcp", "--port"]:

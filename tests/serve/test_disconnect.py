@@ -56,7 +56,7 @@ def aborts(url: str) -> float:
     connection.close()
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            if sample.name == "glm_dcp:request_success_total" and sample.labels["finished_reason"] == "abort":
+            if sample.name == "vllm:request_success_total" and sample.labels["finished_reason"] == "abort":
                 return sample.value
     raise AssertionError("no such metric")
 

@@ -50,6 +50,7 @@ def test_a_draining_server_says_so_and_lets_what_runs_finish(caplog):
             "the server is shutting down and takes no new requests; send this one to another"
         }
         assert engine.dropped == [BROUGHT], "who holds the refused request's cache hears of it"
+        assert httpx.get(f"{url}/status.json").json()["state"] == "draining"
         assert httpx.get(f"{url}/metrics").status_code == httpx.get(f"{url}/v1/models").status_code == 200
         *_, last, done = [line for line in lines if line]
         assert '"finish_reason":"length"' in last and done == "data: [DONE]"

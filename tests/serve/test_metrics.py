@@ -2,15 +2,16 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from fake_engine import FakeEngine
 from prometheus_client.parser import text_string_to_metric_families
 
-from glm_dcp_jax.config import SpeculativeConfig
+from glm_dcp_jax.config import ConfigError, SpeculativeConfig
 from glm_dcp_jax.engine.kv_connector import TransferStats
 from glm_dcp_jax.engine.waiting import QueueFull
+from glm_dcp_jax.serve.metric_table import METRICS
+from glm_dcp_jax.serve.settings import ServerSettings
 from glm_dcp_jax.transfer.loads import Load, LoadFailed
 from glm_dcp_jax.transfer.offers import OfferStats
 from glm_dcp_jax.transfer.producer import ProducerStats
@@ -42,7 +43,7 @@ async def scrape(client) -> dict[str, float]:
         for sample in family.samples:
             assert sample.labels["model_name"] == "fake" and sample.labels["engine"] == "0"
             own = next((sample.labels[name] for name in OWN_LABELS if name in sample.labels), None)
-            found[sample.name.removeprefix("glm_dcp:") + (f"[{own}]" if own else "")] = sample.value
+            found[sample.name.partition(":")[2] + (f"[{own}]" if own else "")] = sample.value
             if sample.name.endswith("cache_config_info"):
                 assert sample.labels["block_size"] == "64" and sample.labels["num_gpu_blocks"] == "17"
     return found
@@ -78,14 +79,117 @@ async def test_failures_are_counted(engine, client):
     assert (await scrape(client))["request_success_total[error]"] == 2
 
 
-async def test_every_metric_is_documented(engine, client):
+def exported(text: str) -> set[tuple[str, str]]:
+    """(name, kind) of each metric, as Prometheus sees it."""
+    families = [family for family in text_string_to_metric_families(text) if family.type != "unknown"]
+    return {
+        (family.name + ("_total" if family.type == "counter" else ""), family.type)
+        for family in families
+        if not family.name.endswith("_created")
+    }
+
+
+@pytest.mark.parametrize("prefix", ["vllm:", "glm_dcp:", "my_"])
+async def test_every_metric_is_in_the_table_and_no_other(engine, client_of, prefix):
     engine.config = replace(engine.config, speculative=SpeculativeConfig(2, "mtp"))
     engine.transfers = TransferStats(SENT, ConsumerStats().now())
-    families = text_string_to_metric_families((await client.get("/metrics")).text)
-    kinds = {family.name + ("_total" if family.type == "counter" else "") for family in families}
-    given = {name.removeprefix("glm_dcp:") for name in kinds if not name.endswith("_created")}
-    page = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
-    assert given == set(re.findall(r"^\| `(\w+)`", page, re.MULTILINE))
+    text = (await client_of(engine, metrics_prefix=prefix).get("/metrics")).text
+    kinds = {"info": "gauge"}
+    assert exported(text) == {
+        (metric.exported(prefix) + metric.ending, kinds.get(metric.kind, metric.kind))
+        for metric in METRICS.values()
+    }
+
+
+VLLM = """
+    gauge num_requests_running, gauge num_requests_waiting, gauge num_requests_waiting_by_reason reason,
+    gauge kv_cache_usage_perc, counter prefix_cache_queries_total, counter prefix_cache_hits_total,
+    counter prompt_tokens_total, counter prompt_tokens_cached_total, counter generation_tokens_total,
+    histogram iteration_tokens_total, counter num_preemptions_total, counter request_success_total finished_reason,
+    histogram time_to_first_token_seconds, histogram inter_token_latency_seconds,
+    histogram request_time_per_output_token_seconds, histogram e2e_request_latency_seconds,
+    histogram request_queue_time_seconds, histogram request_prefill_time_seconds,
+    histogram request_decode_time_seconds, histogram request_inference_time_seconds,
+    histogram request_prompt_tokens, histogram request_generation_tokens,
+    histogram request_max_num_generation_tokens, histogram request_params_n, histogram request_params_max_tokens,
+    gauge cache_config_info, counter admission_rejections_total reason, counter spec_decode_num_drafts_total,
+    counter spec_decode_num_draft_tokens_total, counter spec_decode_num_accepted_tokens_total,
+    counter spec_decode_num_accepted_tokens_per_pos_total position, histogram nixl_xfer_time_seconds,
+    histogram nixl_bytes_transferred, histogram nixl_num_descriptors, counter nixl_num_failed_transfers_total,
+    counter nixl_num_failed_notifications_total, counter nixl_num_kv_expired_reqs_total,
+    counter nixl_num_notifications_after_expiry_total
+"""
+"""What dashboards made for vLLM look at: kind, name, and the label that a metric has besides model_name and engine."""
+
+
+async def test_dashboards_made_for_vllm_find_its_names_kinds_and_labels(engine, client):
+    engine.config = replace(engine.config, speculative=SpeculativeConfig(2, "mtp"))
+    engine.transfers = TransferStats(SENT, ConsumerStats().now())
+    text = (await client.get("/metrics")).text
+    assert {name for name, _ in exported(text)} >= {f"vllm:{entry.split()[1]}" for entry in VLLM.split(",")}
+    kinds = dict(exported(text))
+    labels = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            name = (
+                re.sub("_(bucket|sum|count)$", "", sample.name) if family.type == "histogram" else sample.name
+            )
+            labels.setdefault(name, set()).update(sample.labels)
+    for entry in VLLM.split(","):
+        kind, name, *own = entry.split()
+        assert kinds[f"vllm:{name}"] == kind
+        if name != "cache_config_info":
+            assert labels[f"vllm:{name}"] - {"le"} == {"model_name", "engine", *own}
+
+
+async def test_buckets_are_vllms(client):
+    text = (await client.get("/metrics")).text
+
+    def bounds(name: str) -> list[float]:
+        found = re.findall(rf'^vllm:{name}_bucket{{.*le="(.*?)".*}}', text, re.MULTILINE)
+        return [float(bound) for bound in found[:-1]]
+
+    assert bounds("time_to_first_token_seconds")[:5] == [0.001, 0.005, 0.01, 0.02, 0.04]
+    assert bounds("time_to_first_token_seconds")[-3:] == [160, 640, 2560]
+    assert bounds("inter_token_latency_seconds")[:4] == [0.01, 0.025, 0.05, 0.075]
+    assert bounds("e2e_request_latency_seconds") == bounds("request_queue_time_seconds")
+    assert bounds("request_queue_time_seconds")[:4] == [0.3, 0.5, 0.8, 1.0]
+    assert bounds("iteration_tokens_total") == [1, *(2.0**power for power in range(3, 15))]
+    assert bounds("request_prompt_tokens") == [1, 2, 5, 10, 20, 50]  # the fake model's length is 64
+
+
+@pytest.mark.parametrize("prefix", ["", "vllm", "9:", "a b:", "vllm-", ":\n"])
+def test_a_prefix_that_makes_no_names_is_refused(prefix):
+    with pytest.raises(ConfigError, match="metrics_prefix must be letters"):
+        ServerSettings(("m",), metrics_prefix=prefix)
+
+
+async def test_a_requests_time_is_split_at_the_step_that_begins_it(client_of):
+    client = client_of(FakeEngine(delay=0.02))
+    await client.post(COMPLETIONS, json={"prompt": [5, 6], "n": 2, "max_tokens": 3})
+    found = await scrape(client)
+    queued, prefill, decode, inference = (
+        found[f"request_{phase}_time_seconds_sum"] for phase in ("queue", "prefill", "decode", "inference")
+    )
+    assert 0 <= queued < 0.02 < prefill and decode > 0.03
+    assert inference == pytest.approx(prefill + decode)
+    assert found["time_to_first_token_seconds_sum"] == pytest.approx(queued + prefill)
+    assert found["request_max_num_generation_tokens_sum"] == 3
+
+
+async def test_steps_are_counted_by_their_tokens(client):
+    await client.post(COMPLETIONS, json={"prompt": [5] * 9, "max_tokens": 3})
+    found = await scrape(client)
+    assert found["iteration_tokens_total_count"] == 3 and found["iteration_tokens_total_sum"] == 12
+    assert found["iteration_tokens_total_bucket[1.0]"] == 2
+
+
+async def test_requests_wait_for_room_or_for_something_else(engine, client):
+    engine.waiting, engine.deferred = 5, 2
+    found = await scrape(client)
+    assert found["num_requests_waiting"] == 5
+    assert found["num_requests_waiting_by_reason[capacity]"] == 3
+    assert found["num_requests_waiting_by_reason[deferred]"] == 2
 
 
 async def test_tokens_are_timed(client_of):
@@ -166,7 +270,7 @@ async def test_what_a_consumer_takes_is_counted(engine, client):
     found = await scrape(client)
     assert found["nixl_xfer_time_seconds_count"] == 2
     assert found["nixl_xfer_time_seconds_sum"] == pytest.approx(2.3)
-    buckets = [found[f"nixl_xfer_time_seconds_bucket[{bound}]"] for bound in ("0.25", "0.5", "2.5", "+Inf")]
+    buckets = [found[f"nixl_xfer_time_seconds_bucket[{bound}]"] for bound in ("0.2", "0.5", "5.0", "+Inf")]
     assert buckets == [0, 1, 2, 2]
     assert found["nixl_bytes_transferred_sum"] == 150_000 and found["nixl_num_descriptors_sum"] == 42
     assert found["nixl_num_failed_transfers_total"] == 2 and found["nixl_num_failed_notifications_total"] == 1

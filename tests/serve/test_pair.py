@@ -151,7 +151,7 @@ def arrived(pair: Pair) -> float:
     """Caches that the decode server has taken from the prefill server."""
     ready = next(line for line in pair.log if line.startswith("[decode]") and " is ready at " in line)
     text = httpx.get(ready.split(" is ready at ")[1].split("/v1")[0] + "/metrics").text
-    return float(re.search(r"^glm_dcp:nixl_xfer_time_seconds_count\{.*\} (.*)$", text, re.MULTILINE)[1])
+    return float(re.search(r"^vllm:nixl_xfer_time_seconds_count\{.*\} (.*)$", text, re.MULTILINE)[1])
 
 
 def test_a_pair_answers_as_one_server_does_and_leaves_nothing_behind(tmp_path):

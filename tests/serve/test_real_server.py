@@ -163,7 +163,7 @@ def test_what_is_wrong_is_said_and_the_server_lives_on(server, client, model):
     assert bad.status_code == 400 and bad.json()["error"]["type"] == "BadRequestError"
     assert httpx.get(f"{server.url}/health").status_code == 200
     after = metrics(server)
-    assert after["glm_dcp:prompt_tokens_total"] == before["glm_dcp:prompt_tokens_total"]
+    assert after["vllm:prompt_tokens_total"] == before["vllm:prompt_tokens_total"]
     assert client.completions.create(model=model, prompt="still there?", **GREEDY).choices[0].text
 
 
@@ -174,9 +174,9 @@ def test_metrics_count_tokens_and_no_page_is_kept(server, client, model):
     ).usage
     after = metrics(server)
     assert usage.completion_tokens == 7
-    assert after["glm_dcp:prompt_tokens_total"] - before["glm_dcp:prompt_tokens_total"] == 100
-    assert after["glm_dcp:generation_tokens_total"] - before["glm_dcp:generation_tokens_total"] == 7
-    assert after["glm_dcp:kv_cache_usage_perc"] == 0 and after["glm_dcp:num_requests_running"] == 0
+    assert after["vllm:prompt_tokens_total"] - before["vllm:prompt_tokens_total"] == 100
+    assert after["vllm:generation_tokens_total"] - before["vllm:generation_tokens_total"] == 7
+    assert after["vllm:kv_cache_usage_perc"] == 0 and after["vllm:num_requests_running"] == 0
 
 
 def test_an_echoed_text_has_the_logprobs_it_was_sampled_with(client, model):
@@ -215,8 +215,8 @@ def test_a_prompt_is_computed_once_until_the_prefix_cache_is_reset(server, clien
     assert cached("a") == 0
     after = metrics(server)
     assert (
-        after["glm_dcp:prefix_cache_hits_total"] - before["glm_dcp:prefix_cache_hits_total"]
-        == after["glm_dcp:prompt_tokens_cached_total"] - before["glm_dcp:prompt_tokens_cached_total"]
+        after["vllm:prefix_cache_hits_total"] - before["vllm:prefix_cache_hits_total"]
+        == after["vllm:prompt_tokens_cached_total"] - before["vllm:prompt_tokens_cached_total"]
         == 299
     )
 
