@@ -61,7 +61,7 @@ def server_rows() -> list[tuple[str, ...]]:
     engine = {flag.option for flag in FLAGS}
     own = [
         action
-        for action in server._parser()._actions
+        for action in server.make_parser()._actions
         if action.option_strings
         and not engine & set(action.option_strings)
         and action.default is not argparse.SUPPRESS

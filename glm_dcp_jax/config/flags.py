@@ -186,7 +186,8 @@ REFUSED = {
 
 JSON_FLAGS = ("hf_overrides", "speculative_config", "kv_transfer_config")
 """Flags that take a JSON object, or a dict."""
-_SIZE_LISTS = ("precompile_bs_paddings", "precompile_token_paddings")
+SIZE_LISTS = ("precompile_bs_paddings", "precompile_token_paddings")
+"""Flags that take sizes such as 1,4,16, or a list of them."""
 _SECTIONS = {
     "parallel": ParallelConfig,
     "cache": CacheConfig,
@@ -204,6 +205,17 @@ def field_of(name: str) -> dataclasses.Field[Any]:
             if field.name == _FIELD_OF_FLAG.get(name, name):
                 return field
     raise KeyError(name)
+
+
+def section_of(name: str) -> str:
+    """The part of the configuration that a flag belongs to: parallel, cache, scheduler, processes, or engine."""
+    found = _FIELD_OF_FLAG.get(name, name)
+    sections = (
+        section
+        for section, kind in _SECTIONS.items()
+        if any(field.name == found for field in dataclasses.fields(kind))
+    )
+    return next(sections, "engine")
 
 
 def value_type(name: str) -> type:
@@ -262,7 +274,7 @@ def _typed(name: str, value: Any) -> Any:
         return SpeculativeConfig.from_object(_json_object(name, value))
     if name == "kv_transfer_config":
         return TransferConfig.from_object(_json_object(name, value))
-    if name in _SIZE_LISTS:
+    if name in SIZE_LISTS:
         return _sizes(name, value)
     kind = value_type(name)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):

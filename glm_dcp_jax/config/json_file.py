@@ -9,13 +9,24 @@ from typing import Any
 from glm_dcp_jax.config.errors import ConfigError
 
 
+class RepeatedKey(ValueError):
+    """An object names a key twice."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"the key {key!r} is there twice")
+        self.key = key
+
+
 def parse_json(text: str | bytes) -> Any:
     """The value that `text` holds. Raises ValueError for everything that is wrong, hostile nesting included."""
     return _parsed(text, None)
 
 
 def parse_unique_json(text: str | bytes) -> Any:
-    """As `parse_json`, but an object that names a key twice is wrong, too: one of them would be ignored."""
+    """As `parse_json`, but an object that names a key twice is wrong, too: one of them would be ignored.
+
+    Raises RepeatedKey, a ValueError, for that.
+    """
     return _parsed(text, _once)
 
 
@@ -31,7 +42,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         counts = Counter(name for name, _ in pairs)
         twice = next(name for name, count in counts.items() if count > 1)
-        raise ValueError(f"the key {twice!r} is there twice")
+        raise RepeatedKey(twice)
     return found
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from glm_dcp_jax import environment
 from glm_dcp_jax._version import __version__
-from glm_dcp_jax.config import ConfigError, ModelConfig, ParallelConfig
+from glm_dcp_jax.config import ConfigError, ModelConfig, ParallelConfig, flags_file
 from glm_dcp_jax.config.engine import DTYPE_ALIASES, DTYPES
 from glm_dcp_jax.config.flags import in_flags
 from glm_dcp_jax.convert.target import (
@@ -28,7 +28,12 @@ _SPELLED = {"tensor_parallel_size": "--tensor-parallel-size"}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert. Returns the exit code: 0, 1 if it cannot be done, 2 for a wrong command line."""
-    flags = _parser().parse_args(argv)
+    parser = _parser()
+    try:
+        file, words = flags_file.split_off(sys.argv[1:] if argv is None else argv)
+        flags = parser.parse_args([*(flags_file.words_of(file, words, [parser]) if file else []), *words])
+    except ConfigError as error:
+        return _fail(str(error), 2)
     _configure_logs()
     try:
         parallel = ParallelConfig(
@@ -132,6 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("src", metavar="SRC", help="checkpoint directory, or the name of one in the local Hugging Face cache")
+    add(flags_file.OPTION, metavar="FILE", help=flags_file.HELP)
     add("dst", metavar="DST", help="directory to make; it must not exist, or be empty")
     add(
         "--tensor-parallel-size",

@@ -23,9 +23,9 @@ from glm_dcp_jax.engine.sequence import Progress
 _log = logging.getLogger(__name__)
 _LAST_STEP_SECONDS = 10
 """How long a shutdown waits for the step in progress: a process that hangs may keep it from ending."""
-_DRAIN_SECONDS = 5
-"""How long caches that were promised to other engines may still be read then."""
-_CLOSE_SECONDS = 10
+_DRAIN_SECONDS = 5.0
+"""How long caches that were promised to other engines may still be read then, unless something else is asked for."""
+_CLOSE_SECONDS = 5.0
 """How long it then waits for what goes on with other engines."""
 Result = TypeVar("Result")
 
@@ -198,8 +198,11 @@ class AsyncEngine:
         """What the engine died of; None while it lives or after an ordinary shutdown."""
         return self._failure
 
-    def shutdown(self) -> None:
-        """Stop the thread after the step in progress; whatever still runs ends with EngineDead, and transfers end."""
+    def shutdown(self, drain_seconds: float = _DRAIN_SECONDS) -> None:
+        """Stop the thread after the step in progress; whatever still runs ends with EngineDead, and transfers end.
+
+        drain_seconds: how long caches that were promised to other engines may still be read.
+        """
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -210,15 +213,17 @@ class AsyncEngine:
             if self._thread.is_alive():
                 _log.warning("the step in progress does not end; the process does, without it")
         if self._engine.connector is not None:
-            closing = threading.Thread(target=self._close, name="kv-close", daemon=True)
+            closing = threading.Thread(
+                target=self._close, args=(drain_seconds,), name="kv-close", daemon=True
+            )
             closing.start()
-            closing.join(_CLOSE_SECONDS)
+            closing.join(drain_seconds + _CLOSE_SECONDS)
 
-    def _close(self) -> None:
+    def _close(self, drain_seconds: float) -> None:
         """What was promised to other engines may still be read; an engine that failed has nothing for them."""
         assert self._engine.connector is not None
         if self._failure is None:
-            self._engine.connector.drain(_DRAIN_SECONDS)
+            self._engine.connector.drain(drain_seconds)
         self._engine.close()
 
     def _post(self, call: Callable[[], Result]) -> "Future[Result]":

@@ -228,12 +228,20 @@ class Engine:
             elif connector.config.kv_load_failure_policy == "recompute":
                 name = self._owner[sequence].request_id
                 _log.warning(
-                    "request %s: its prompt is computed here: its cache did not arrive: %s", name, failure
+                    "request %s: its prompt is computed here: its cache did not arrive: %s",
+                    name,
+                    failure,
+                    extra={"request_id": name},
                 )
                 self.scheduler.not_loaded(sequence)
             else:
                 name = self._owner[sequence].request_id
-                _log.warning("request %s failed: its cache did not arrive: %s", name, failure)
+                _log.warning(
+                    "request %s failed: its cache did not arrive: %s",
+                    name,
+                    failure,
+                    extra={"request_id": name},
+                )
                 self._fail_request(sequence, f"the KV cache of its prompt did not arrive ({failure.kind})")
                 changed[self._owner[sequence]] = None
 
@@ -340,12 +348,11 @@ class Engine:
     def _fail(self, sequence: Sequence) -> None:
         """NaN would read as token 0, and its records are not in the cache: say that the request failed instead."""
         request = self._owner[sequence]
-        grammar = None if sequence.rules is None else sequence.rules.grammar
+        name, grammar = request.request_id, None if sequence.rules is None else sequence.rules.grammar
+        why = "the model's output is not finite"
         if grammar is not None and grammar.error:
-            request.error = f"the output's grammar could not go on: {grammar.error}"
-            _log.error("request %s: %s", request.request_id, request.error)
-        else:
-            _log.error("request %s: the model's output is not finite", request.request_id)
+            why = request.error = f"the output's grammar could not go on: {grammar.error}"
+        _log.error("request %s: %s", name, why, extra={"request_id": name})
         sequence.finish_reason = "error"
         self.scheduler.remove(sequence)
 

@@ -153,7 +153,12 @@ class KVConnector:
         """A prompt is computed: hold its pages for a consumer. Returns the kv_transfer_params for it."""
         assert self._producer is not None
         prompt = sequence.tokens[: sequence.prompt_length]
-        _log.info("request %s: its cache of %d tokens is kept for a consumer", request_id, len(prompt))
+        _log.info(
+            "request %s: its cache of %d tokens is kept for a consumer",
+            request_id,
+            len(prompt),
+            extra={"request_id": request_id},
+        )
         return self._producer.offer(
             Held(
                 request_id,

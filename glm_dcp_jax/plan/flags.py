@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from glm_dcp_jax._version import __version__
-from glm_dcp_jax.config import ConfigError, EngineConfig
+from glm_dcp_jax.config import ConfigError, EngineConfig, flags_file
 from glm_dcp_jax.config.engine import at_least
 from glm_dcp_jax.kernels.sparse_attention import MOST_ROWS
 from glm_dcp_jax.parallel.link import Link
@@ -43,7 +43,11 @@ class Options:
 def parse(argv: Sequence[str]) -> Options:
     """Read a command line. Raises ConfigError for what cannot be; --help and --version exit."""
     words = [server_flags.with_dashes(word) for word in argv]
-    given, engine = _parser().parse_known_args(words)
+    parser = _parser()
+    file, words = flags_file.split_off(words)
+    if file is not None:
+        words = [*server_flags.words_of_file(file, words, [parser, server_flags.make_parser()]), *words]
+    given, engine = parser.parse_known_args(words)
     tp = _given_tp(engine)
     gpus = target(given.gpus, count=tp or 1)
     if tp is None:
@@ -114,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="COUNTxGPU",
         help=f"as 8xH200, of {', '.join(known_gpus())}; or a description's file, as 8xmy_gpu.txtpb (docs/planner.md)",
     )
+    add(flags_file.OPTION, metavar="FILE", help=flags_file.HELP)
     add("--concurrency", type=int, default=1, help="requests of a decode step (default: 1)")
     add("--context", type=int, help=f"tokens of each request (default: {CONTEXT}, or less if less fits)")
     add("--no-compile", action="store_true", help="answer by arithmetic alone, in seconds")

@@ -20,9 +20,10 @@ from glm_dcp_jax.serve.limits import check_logprobs, output_budget
 from glm_dcp_jax.serve.logprobs import chat_logprobs, prompt_logprobs_body
 from glm_dcp_jax.serve.protocol import ChatRequest
 from glm_dcp_jax.serve.request_names import Names, names_of
+from glm_dcp_jax.serve.strict_json import StrictRoute
 from glm_dcp_jax.serve.turns import NOTHING, Reading, Turns, delta_bodies
 
-router = APIRouter()
+router = APIRouter(route_class=StrictRoute)
 
 
 @router.post("/v1/chat/completions")
@@ -34,7 +35,12 @@ async def create_chat_completion(request: HttpRequest, body: ChatRequest) -> Res
         context.require_ready()
         chat = Chat(context, body, handover, names_of(request, "chatcmpl"))
         if body.stream:
-            return EventStream(chat.stream(), context.stopping, handover.call_off)
+            return EventStream(
+                chat.stream(),
+                context.stopping,
+                handover.call_off,
+                context.settings.sse_keep_alive_interval,
+            )
         return json_response(await while_connected(request.receive, context.stopping, chat.whole()))
 
 

@@ -22,8 +22,9 @@ from glm_dcp_jax.serve.limits import check_logprobs, encode_within, output_budge
 from glm_dcp_jax.serve.logprobs import completion_logprobs, prompt_logprobs_body
 from glm_dcp_jax.serve.protocol import CompletionRequest, Prompt
 from glm_dcp_jax.serve.request_names import Names, names_of
+from glm_dcp_jax.serve.strict_json import StrictRoute
 
-router = APIRouter()
+router = APIRouter(route_class=StrictRoute)
 DEFAULT_MAX_TOKENS = 16
 
 
@@ -36,7 +37,12 @@ async def create_completion(request: HttpRequest, body: CompletionRequest) -> Re
         context.require_ready()
         completion = Completion(context, body, handover, names_of(request, "cmpl"))
         if body.stream:
-            return EventStream(completion.stream(), context.stopping, handover.call_off)
+            return EventStream(
+                completion.stream(),
+                context.stopping,
+                handover.call_off,
+                context.settings.sse_keep_alive_interval,
+            )
         return json_response(await while_connected(request.receive, context.stopping, completion.whole()))
 
 

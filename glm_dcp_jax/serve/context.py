@@ -7,23 +7,33 @@ from dataclasses import dataclass, field
 from fastapi import Request
 
 from glm_dcp_jax.engine.tokenizer import Tokenizer
+from glm_dcp_jax.serve.draining import Drain
 from glm_dcp_jax.serve.errors import ApiError
 from glm_dcp_jax.serve.interface import Engine
+from glm_dcp_jax.serve.load import Load
 from glm_dcp_jax.serve.metrics import Metrics
 from glm_dcp_jax.serve.parsing.parsers import Parsers
 from glm_dcp_jax.serve.settings import ServerSettings
+from glm_dcp_jax.serve.tracing import Profiler
 
 
 @dataclass(frozen=True)
 class Context:
-    """One per app. started: seconds since the epoch. stopping: set to end what still runs."""
+    """One per app. started: seconds since the epoch."""
 
     engine: Engine
     settings: ServerSettings
     metrics: Metrics
     parsers: Parsers
+    drain: Drain
+    profiler: Profiler
+    load: Load = field(default_factory=Load)
     started: int = field(default_factory=lambda: int(time.time()))
-    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def stopping(self) -> asyncio.Event:
+        """Set to end what still runs."""
+        return self.drain.stopping
 
     def model(self, requested: str | None) -> str:
         """The model's name as the client calls it. Raises ApiError 404 for any other model."""
@@ -46,7 +56,8 @@ class Context:
         return self.engine.tokenizer
 
     def require_ready(self) -> None:
-        """Raises ApiError 503 before warm-up and after the engine's death."""
+        """Raises ApiError 503 before warm-up, after the engine's death, and while the server is about to stop."""
+        self.drain.require_open()
         if self.engine.is_dead:
             raise ApiError("the engine has failed; the server must be restarted", 503)
         if not self.engine.is_ready:

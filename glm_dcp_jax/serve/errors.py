@@ -7,7 +7,10 @@ from typing import Any
 import orjson
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+
+from glm_dcp_jax.serve.logs import REQUEST_ID
 
 _TYPES = {
     400: "BadRequestError",
@@ -19,6 +22,28 @@ _TYPES = {
 }
 _CLIENT_GONE = 499
 _SHOWN_PROBLEMS = 3
+
+
+class ErrorDetail(BaseModel):
+    """What was wrong. param: the request field to blame, if it is one. code: the status."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorAnswer(BaseModel):
+    """The body of every answer that is no success, but for a missing API key's {"error": "Unauthorized"}."""
+
+    error: ErrorDetail
+
+
+DOCUMENTED: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorAnswer, "description": "The request is wrong; the message says how"},
+    "5XX": {"model": ErrorAnswer, "description": "The server cannot answer, or not now"},
+}
+"""For /openapi.json."""
 
 
 class ApiError(Exception):
@@ -46,6 +71,14 @@ class ApiError(Exception):
         if self.retry_after is not None:
             answer.headers["Retry-After"] = str(self.retry_after)
         return answer
+
+
+class WrongBody(HTTPException):
+    """An ApiError about a body that cannot be read, as the framework lets it pass."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(error.status, error.message)
+        self.error = error
 
 
 class ClientGone(Exception):
@@ -79,12 +112,18 @@ def install(app: FastAPI, on_invalid: Callable[[Request, Any], None] = lambda re
     app.add_exception_handler(ClientGone, _client_gone)
     app.add_exception_handler(RequestValidationError, invalid_request)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(WrongBody, _wrong_body)
     app.add_exception_handler(Exception, _unforeseen)
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return error.response()
+
+
+async def _wrong_body(request: Request, error: Exception) -> Response:
+    assert isinstance(error, WrongBody)
+    return error.error.response()
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:
@@ -104,7 +143,10 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _unforeseen(request: Request, error: Exception) -> Response:
-    return internal_error().response()
+    answer = internal_error().response()
+    if name := REQUEST_ID.get():
+        answer.headers["X-Request-Id"] = name  # it is sent from outside of what names answers
+    return answer
 
 
 def _explain(problems: Sequence[Any], content_type: str) -> ApiError:

@@ -23,6 +23,9 @@ class EventStream(Response):
     An error before the first event is an ordinary error answer; later it is an event, and the stream ends. When the
     client goes away or `stopping` is set, `events` is closed, which aborts what it runs. However it ends, `ended` is
     called.
+
+    keep_alive: seconds without an event after which a comment is sent, which clients ignore and proxies count; 0 for
+    never. A stream that is idle before its first event begins with one, so that a later error is an event.
     """
 
     def __init__(
@@ -30,11 +33,12 @@ class EventStream(Response):
         events: AsyncGenerator[dict[str, Any], None],
         stopping: asyncio.Event,
         ended: Callable[[], None] = lambda: None,
+        keep_alive: float = 0.0,
     ) -> None:
         super().__init__(media_type="text/event-stream")
         self._events = events
         self._stopping = stopping
-        self._ended = ended
+        self._ended, self._keep_alive = ended, keep_alive
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -54,12 +58,12 @@ class EventStream(Response):
             self._ended()
 
     async def _send_events(self, send: Send) -> None:
-        async with aclosing(self._events) as events:
-            async for event in events:
+        async with aclosing(self._events) as events, aclosing(_or_idle(events, self._keep_alive)) as steps:
+            async for event in steps:
                 if not self._started:
                     self._started = True
                     await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-                await _send(send, orjson.dumps(event))
+                await (_send_comment(send) if event is None else _send(send, orjson.dumps(event)))
 
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         if self._started:
@@ -67,6 +71,40 @@ class EventStream(Response):
             await _end(send)
         else:
             await error.response()(scope, receive, send)
+
+
+async def _or_idle(
+    events: AsyncGenerator[dict[str, Any], None], seconds: float
+) -> AsyncGenerator[dict[str, Any] | None, None]:
+    """The events, and None whenever none has come for so long; 0 for never."""
+    if not seconds:
+        async for event in events:
+            yield event
+        return
+    step: asyncio.Future[dict[str, Any] | None] | None = None
+    try:
+        while True:
+            step = step or asyncio.ensure_future(_next(events))
+            done, _ = await asyncio.wait((step,), timeout=seconds)
+            if not done:
+                yield None
+                continue
+            found, step = step.result(), None
+            if found is None:
+                return
+            yield found
+    finally:
+        if step is not None:  # `events` cannot be closed while it runs
+            step.cancel()
+            await asyncio.gather(step, return_exceptions=True)
+
+
+async def _next(events: AsyncGenerator[dict[str, Any], None]) -> dict[str, Any] | None:
+    return await anext(events, None)
+
+
+async def _send_comment(send: Send) -> None:
+    await send({"type": "http.response.body", "body": b": keep-alive\n\n", "more_body": True})
 
 
 async def _send(send: Send, data: bytes) -> None:

@@ -10,33 +10,43 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from glm_dcp_jax._version import __version__
-from glm_dcp_jax.config import FLAGS, REFUSED, ConfigError, EngineConfig, Flag, engine_config
-from glm_dcp_jax.config.flags import JSON_FLAGS, explain_unknown, field_of, in_flags, option_of, value_type
+from glm_dcp_jax.config import FLAGS, REFUSED, ConfigError, EngineConfig, Flag, engine_config, flags_file
+from glm_dcp_jax.config.flags import (
+    JSON_FLAGS,
+    SIZE_LISTS,
+    explain_unknown,
+    field_of,
+    in_flags,
+    option_of,
+    section_of,
+    value_type,
+)
 from glm_dcp_jax.config.json_file import parse_json
 from glm_dcp_jax.engine.chat_template import read_template
-from glm_dcp_jax.engine.sampling_params import MAX_LOGPROBS
-from glm_dcp_jax.serve.metric_table import DEFAULT_PREFIX
-from glm_dcp_jax.serve.parsing.parsers import CHOICES
-from glm_dcp_jax.serve.settings import LOG_LEVELS, ServerSettings
+from glm_dcp_jax.serve.own_flags import SAME_NAME, add_own_flags, same_named
+from glm_dcp_jax.serve.settings import ServerSettings
 
 DEMO_NAME = "glm-dcp-demo"
 DEMO_DEVICES = 4
 
 _REFUSED_HERE = {
     "chat_template_content_format": "messages reach the template as plain strings",
-    "disable_log_requests": "requests are never logged, only their access lines; leave it out",
-    "enable_log_requests": "requests are never logged, only their access lines",
+    "disable_log_requests": "requests are logged with --enable-log-requests only; leave it out",
+    "enable_request_id_headers": "answers always have X-Request-Id; leave it out",
+    "enable_server_load_tracking": "/load always says the load; leave it out",
+    "max_log_len": "prompts are never logged; see --enable-log-requests",
     "no_enable_auto_tool_choice": "--tool-call-parser none does that",
+    "profiler_config": "use --profiler-dir",
     "reasoning_parser_plugin": "--reasoning-parser has GLM's own",
     "ssl_certfile": "put a TLS proxy in front",
     "ssl_keyfile": "put a TLS proxy in front",
     "tool_parser_plugin": "--tool-call-parser has GLM's own",
+    "uvicorn_log_level": "use --log-level",
     "uds": "the server listens on --host and --port only",
 }
 _OFF_ANYWAY = {
     "calculate_kv_scales",
     "enable_expert_parallel",
-    "enable_log_requests",
     "enable_lora",
     "enforce_eager",
     "trust_remote_code",
@@ -63,18 +73,17 @@ LENGTHS = (
 )
 """Flags that take 4k or 2G, as vLLM's do, and -1 or auto for their default."""
 _MULTIPLES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
-_OF_SERVER = (
-    "api_key",
-    "max_logprobs",
-    "metrics_prefix",
-    "port",
-    "reasoning_parser",
-    "served_model_name",
-    "tool_call_parser",
-)
+_ENGINE_GROUPS = {
+    "engine": "engine: the model and its weights",
+    "parallel": "engine: devices, and what goes between them",
+    "cache": "engine: the cache",
+    "scheduler": "engine: what a step holds, and who waits",
+    "processes": "engine: several processes",
+}
+"""Parts of the configuration as --help calls them."""
 _SPELLED = {
     name: option_of(name)
-    for name in (*(flag.name for flag in FLAGS), *_OF_SERVER)
+    for name in (*(flag.name for flag in FLAGS), "api_key", "served_model_name", *SAME_NAME)
     if name != "dtype"  # config.json has a field of this name; the flag's values are checked by the parser
 }
 _VLLM_SHORT = {
@@ -95,26 +104,27 @@ class Command:
 
 def parse(argv: Sequence[str], has_gpu: bool) -> Command:
     """Read a command line. Raises ConfigError for anything that cannot work; --help and --version exit."""
-    parser = _parser()
-    arguments = [dashed for argument in argv if (dashed := with_dashes(argument)) not in _asks_for_nothing()]
-    arguments = _with_objects(arguments)
+    parser = make_parser()
+    words = [dashed for argument in argv if (dashed := with_dashes(argument)) not in _asks_for_nothing()]
+    file, words = flags_file.split_off(words)
+    arguments = _with_objects(words)
     _require_known(parser, arguments)
+    if file is not None:
+        from_file = words_of_file(file, words, [parser])
+        if parser.parse_known_args(arguments)[0].MODEL is not None:
+            from_file = [word for word in from_file if not word.startswith("--model=")]
+        arguments = [*from_file, *arguments]
     given = vars(parser.parse_args(arguments))
+    del given["config"]
     model = _model(given.pop("MODEL"), given.pop("model"))
     if given["tokenizer"] == "":
         raise ConfigError("--tokenizer is empty; name a directory or a tokenizer.json, or leave it out")
     names = given.pop("served_model_name")
     settings = ServerSettings(
         served_model_names=tuple(names or [model or DEMO_NAME]),
-        host=given.pop("host"),
-        port=given.pop("port"),
         api_keys=_api_keys(given.pop("api_key")),
         chat_template=_template(given.pop("chat_template")),
-        reasoning_parser=given.pop("reasoning_parser"),
-        tool_call_parser=given.pop("tool_call_parser"),
-        max_logprobs=given.pop("max_logprobs"),
-        log_level=given.pop("log_level"),
-        metrics_prefix=given.pop("metrics_prefix"),
+        **same_named(given),
     )
     del given["enable_auto_tool_choice"]
     if model is None and not has_gpu:
@@ -122,9 +132,18 @@ def parse(argv: Sequence[str], has_gpu: bool) -> Command:
     return Command(engine_config(model or DEMO_NAME, **given), settings, demo=model is None)
 
 
-def _parser() -> argparse.ArgumentParser:
+def words_of_file(file: Path, typed: Sequence[str], parsers: Sequence[argparse.ArgumentParser]) -> list[str]:
+    """As flags_file.words_of; what is not known is explained as on the command line."""
+    return flags_file.words_of(
+        file, typed, parsers, lambda name, known: _explain(option_of(name), known), _OFF_ANYWAY
+    )
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The flags, in the groups that --help shows."""
     parser = _Parser(
         prog="python -m glm_dcp_jax.serve",
+        usage="%(prog)s [MODEL] [flags]",
         description="Serve a GLM-5.2 family checkpoint over OpenAI's API. With no MODEL, a built-in tiny model.",
         allow_abbrev=False,
     )
@@ -132,55 +151,10 @@ def _parser() -> argparse.ArgumentParser:
         "MODEL", nargs="?", help="checkpoint directory, or a name in the local Hugging Face cache"
     )
     parser.add_argument("--version", action="version", version=__version__)
-    server = parser.add_argument_group("server")
-    server.add_argument("--model", help="the same as MODEL")
-    server.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default: this machine only)"
-    )
-    server.add_argument("--port", type=int, default=8000, help="port; 0 takes a free one (default: 8000)")
-    server.add_argument(
-        "--api-key", action="extend", nargs="+", help="key clients must send; repeatable (or VLLM_API_KEY)"
-    )
-    server.add_argument(
-        "--served-model-name", nargs="+", help="names the API gives the model (default: MODEL)"
-    )
-    server.add_argument(
-        "--chat-template", help="a jinja file, or the template itself, instead of the model's"
-    )
-    server.add_argument(
-        "--reasoning-parser",
-        choices=CHOICES,
-        default="auto",
-        help="whose reasoning is told from content; auto: GLM's, if the tokenizer has its tags (default: auto)",
-    )
-    server.add_argument(
-        "--tool-call-parser",
-        choices=CHOICES,
-        default="auto",
-        help="whose tool calls are read; auto: GLM's, if the tokenizer has its tags (default: auto)",
-    )
-    server.add_argument(
-        "--enable-auto-tool-choice",
-        action="store_true",
-        help="changes nothing: tools may be called wherever there is a tool call parser",
-    )
-    server.add_argument(
-        "--max-logprobs",
-        type=int,
-        default=MAX_LOGPROBS,
-        help=f"most logprobs a token (default: {MAX_LOGPROBS})",
-    )
-    server.add_argument(
-        "--log-level", choices=LOG_LEVELS, default="info", help="least level shown (default: info)"
-    )
-    server.add_argument(
-        "--metrics-prefix",
-        default=DEFAULT_PREFIX,
-        help=f"before the names of metrics that vLLM has too (default: {DEFAULT_PREFIX})",
-    )
-    engine = parser.add_argument_group("engine")
+    add_own_flags(parser)
+    groups = {section: parser.add_argument_group(title) for section, title in _ENGINE_GROUPS.items()}
     for flag in FLAGS:
-        _add_engine_flag(engine, flag)
+        _add_engine_flag(groups[section_of(flag.name)], flag)
     return parser
 
 
@@ -206,9 +180,18 @@ def _add_engine_flag(group: argparse._ArgumentGroup, flag: Flag) -> None:
         *options,
         type=convert,
         choices=flag.choices or None,
-        metavar=None if flag.choices else kind.__name__.upper(),
+        metavar=None if flag.choices else _metavar(flag.name, kind),
         help=flag.help + shown,
     )
+
+
+def _metavar(name: str, kind: type) -> str:
+    """What --help shows for a value."""
+    if name in JSON_FLAGS:
+        return "JSON"
+    if name in SIZE_LISTS:
+        return "SIZES"
+    return "LENGTH" if name in LENGTHS else kind.__name__.upper()
 
 
 def _length(text: str) -> int | None:

@@ -1,9 +1,12 @@
 """Running a request's prompts on the engine, all at once, with errors and metrics as the API wants them."""
 
 import asyncio
+import dataclasses
+import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any
 
 from glm_dcp_jax.engine.outputs import RequestOutput
 from glm_dcp_jax.engine.sampling_params import ParameterError, SamplingParams
@@ -13,7 +16,11 @@ from glm_dcp_jax.serve.errors import ApiError, internal_error
 from glm_dcp_jax.serve.handover import Handover
 from glm_dcp_jax.serve.metrics import RequestWatch
 
+_LOG = logging.getLogger(__name__)
 Outputs = AsyncGenerator[tuple[int, RequestOutput], None]
+_NOT_SHOWN = ("max_tokens", "detokenize", "extra_args")
+_MOST_SHOWN, _MOST_CHARACTERS = 8, 200
+"""Entries of a list, and characters of a value, that a log shows."""
 _RETRY_SECONDS = 1
 """After which a client may try again when the queue was full: it moves with every request that ends."""
 
@@ -48,6 +55,9 @@ async def generate(context: Context, works: Sequence[Work]) -> Outputs:
     Raises ApiError, after which the others are aborted: 400 for what the engine refuses, 503 when its queue is full and
     when it has died, 500 for a request that failed.
     """
+    if context.settings.enable_log_requests:
+        for work in works:
+            _log_request(work)
     streams = [_observed(context, work) for work in works]
     steps = {asyncio.ensure_future(_next(stream)): place for place, stream in enumerate(streams)}
     try:
@@ -83,6 +93,34 @@ async def complete(
             if enough(output):
                 break
     return [last[place] for place in range(len(works))]
+
+
+def _log_request(work: Work) -> None:
+    """Its length and what it asks for; never its prompt."""
+    count, params = len(work.prompt), asked_for(work.params)
+    said = ", ".join(f"{name}={value!r}" for name, value in params.items())
+    extra = {"engine_request_id": work.request_id, "prompt_tokens": count, "params": params}
+    _LOG.info("%s: %d prompt tokens, %s", work.request_id, count, said, extra=extra)
+
+
+def asked_for(params: SamplingParams) -> dict[str, Any]:
+    """max_tokens, and parameters that are not what they are by default; of long lists the length.
+
+    Without extra_args, which hold the keys to caches.
+    """
+    shown: dict[str, Any] = {"max_tokens": params.max_tokens}
+    for field in dataclasses.fields(params):
+        value = getattr(params, field.name)
+        if field.name not in _NOT_SHOWN and value not in (field.default, ()):
+            is_long = isinstance(value, (tuple, dict)) and len(value) > _MOST_SHOWN
+            shown[field.name] = f"({len(value)} entries)" if is_long else _shortened(value)
+    return shown
+
+
+def _shortened(value: Any) -> Any:
+    """The value, or of a grammar and the like the beginning."""
+    text = repr(value)
+    return value if len(text) <= _MOST_CHARACTERS else text[:_MOST_CHARACTERS] + "..."
 
 
 async def _next(stream: AsyncGenerator[RequestOutput, None]) -> RequestOutput | None:

@@ -139,5 +139,5 @@ class Engine(Protocol):
     def is_dead(self) -> bool:
         """Failed for good."""
 
-    def shutdown(self) -> None:
-        """Stop; running requests are aborted."""
+    def shutdown(self, drain_seconds: float) -> None:
+        """Stop; running requests are aborted. Caches that are held for others may still be read for so long."""

@@ -7,10 +7,11 @@ from fastapi import APIRouter, Request, Response
 from glm_dcp_jax.serve.context import context_of
 from glm_dcp_jax.serve.errors import ApiError, json_response
 from glm_dcp_jax.serve.handover import Handover
+from glm_dcp_jax.serve.paths import GENERATING, endpoint_path
 from glm_dcp_jax.serve.protocol import ReleaseRequest
+from glm_dcp_jax.serve.strict_json import StrictRoute
 
-router = APIRouter()
-_GENERATING = ("/v1/completions", "/v1/chat/completions")
+router = APIRouter(route_class=StrictRoute)
 
 
 @router.post("/v1/kv_transfer/release")
@@ -31,5 +32,5 @@ async def release(request: Request, body: ReleaseRequest) -> Response:
 
 def call_off_invalid(request: Request, body: Any) -> None:
     """A body was refused for what it holds: nobody will come for a cache that it names."""
-    if request.url.path in _GENERATING and isinstance(body, dict):
+    if endpoint_path(request.scope) in GENERATING and isinstance(body, dict):
         Handover(context_of(request).engine, body.get("kv_transfer_params")).call_off()

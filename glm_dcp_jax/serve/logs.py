@@ -1,20 +1,61 @@
-"""Logging to stderr, one line an event, in vLLM's format."""
+"""Logging to stderr, one line an event: in vLLM's format, or as JSON. Lines about a request begin with its id."""
 
+import json
 import logging
+from contextvars import ContextVar
+from datetime import UTC, datetime
 
-_FORMAT = "%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(message)s"
+REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
+"""Of the request that this task works for."""
+_FORMAT = "%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(about)s%(message)s"
 _OURS = ("glm_dcp_jax", "uvicorn")
-_POLLED = ("/health", "/ping", "/metrics")
+_POLLED = ("/health", "/ping", "/metrics", "/load", "/status.json")
+_OF_EVERY_RECORD = {*vars(logging.makeLogRecord({})), "message", "asctime", "about", "color_message"}
 
 
-def configure(level: str) -> None:
-    """Show our own and the HTTP server's events from `level` on, other libraries' warnings."""
+def configure(level: str, form: str = "text") -> None:
+    """Show our own and the HTTP server's events from `level` on, other libraries' warnings. form: text or json."""
     logging.basicConfig(format=_FORMAT, datefmt="%m-%d %H:%M:%S", level=logging.WARNING, force=True)
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(_say_which_request)
+        if form == "json":
+            handler.setFormatter(_Json())
     for name in _OURS:
         logging.getLogger(name).setLevel(level.upper())
     if level != "debug":
         logging.getLogger("uvicorn.error").addFilter(_is_no_false_start)
         logging.getLogger("uvicorn.access").addFilter(_is_no_poll)
+
+
+class _Json(logging.Formatter):
+    """One object a line: time, level, logger, message, request_id if it is about one, and what an event says besides.
+
+    Events of the engine's thread are about a request by the engine's name for it, which holds the client's.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as a line without any line break."""
+        fields = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            "at": f"{record.filename}:{record.lineno}",
+        }
+        if request_id := REQUEST_ID.get():
+            fields["request_id"] = request_id
+        fields |= {name: value for name, value in vars(record).items() if name not in _OF_EVERY_RECORD}
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        if record.stack_info:
+            fields["stack"] = self.formatStack(record.stack_info)
+        return json.dumps(fields, default=str)
+
+
+def _say_which_request(record: logging.LogRecord) -> bool:
+    request_id = REQUEST_ID.get()
+    record.about = "" if request_id is None else f"[request {request_id}] "
+    return True
 
 
 def _is_no_poll(record: logging.LogRecord) -> bool:

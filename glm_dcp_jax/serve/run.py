@@ -6,20 +6,17 @@ import signal
 import socket
 from types import FrameType
 
-import uvicorn
+from fastapi import FastAPI
 
 from glm_dcp_jax.config import ConfigError
 from glm_dcp_jax.serve.app import create_app
 from glm_dcp_jax.serve.context import Context
+from glm_dcp_jax.serve.draining import DrainingServer
 from glm_dcp_jax.serve.interface import Engine
 from glm_dcp_jax.serve.settings import ServerSettings
 
 _LOG = logging.getLogger(__name__)
 _READY_POLL_SECONDS = 0.1
-_DRAIN_SECONDS = 5
-"""How long running requests may go on after SIGINT or SIGTERM; a second signal ends them at once."""
-_ABORT_SECONDS = 3
-"""How long the engine may take to let go of the rest."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -44,17 +41,12 @@ class WarmUpFailed(RuntimeError):
 
 
 def serve(engine: Engine, settings: ServerSettings, listener: socket.socket) -> None:
-    """Serve until SIGINT or SIGTERM, then give running requests a few seconds and shut the engine down.
+    """Serve until SIGINT or SIGTERM, then give what runs settings.shutdown_timeout seconds and shut the engine down.
 
     Raises WarmUpFailed. An engine that dies later leaves the server up, to tell its clients and health checks.
     """
-    app = create_app(engine, settings)
-    config = uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=_DRAIN_SECONDS + _ABORT_SECONDS)
-    # uvicorn stops on these signals and then raises them again, when there is nothing left to do.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
     greeting = f"{settings.served_model_names[0]} is ready at {url(settings.host, listener)}/v1"
-    server = _Server(config, app.state.context, greeting)
+    server = _Server(create_app(engine, settings), greeting)
     server.run(sockets=[listener])
     if server.died_early:
         raise WarmUpFailed("the engine failed before it was ready; the log above says why")
@@ -81,38 +73,34 @@ def url(host: str, listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if listener.family == socket.AF_INET6 else f"http://{host}:{port}"
 
 
-class _Server(uvicorn.Server):
-    """Logs `greeting` once it listens and the engine has warmed up; ends running requests when it is to stop."""
+class _Server(DrainingServer):
+    """Logs `greeting` once it listens and the engine has warmed up; keeps caches that others have yet to read."""
 
-    def __init__(self, config: uvicorn.Config, context: Context, greeting: str) -> None:
-        super().__init__(config)
-        self._context = context
-        self._greeting = greeting
+    def __init__(self, app: FastAPI, greeting: str) -> None:
+        context: Context = app.state.context
+        super().__init__(
+            app, context.drain, self._held_caches, not context.settings.disable_uvicorn_access_log
+        )
+        self._engine, self._greeting = context.engine, greeting
         self.died_early = False
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal stops the server; a second one ends running requests at once, and in order."""
-        if self.should_exit:
-            self._context.stopping.set()
-        else:
-            super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen."""
         await super().startup(sockets)
         self._greeter = asyncio.create_task(self._greet())
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take no more requests, wait for the running ones for a while, then end them."""
-        timer = asyncio.get_running_loop().call_later(_DRAIN_SECONDS, self._context.stopping.set)
-        await super().shutdown(sockets)
-        timer.cancel()
+    def _held_caches(self) -> str | None:
+        """An engine that has failed has nothing for others any more."""
+        transfers = None if self._engine.is_dead else self._engine.stats().transfers
+        offers = None if transfers is None or transfers.sent is None else transfers.sent.offers
+        held = 0 if offers is None else offers.held
+        requests = "1 request" if held == 1 else f"{held} requests"
+        return f"the caches of {requests}, which nobody has read yet" if held else None
 
     async def _greet(self) -> None:
-        engine = self._context.engine
-        while not (engine.is_ready or engine.is_dead):
+        while not (self._engine.is_ready or self._engine.is_dead):
             await asyncio.sleep(_READY_POLL_SECONDS)
-        if engine.is_ready:
+        if self._engine.is_ready:
             _LOG.info(self._greeting)
-        elif not self.should_exit:
+        elif not self._drain.begun:
             self.died_early = self.should_exit = True

@@ -1,14 +1,21 @@
 """The server's own settings; the engine has its own in glm_dcp_jax.config."""
 
+import re
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from glm_dcp_jax.config import ConfigError
 from glm_dcp_jax.engine.chat_template import ChatTemplate, ChatTemplateError
 from glm_dcp_jax.engine.sampling_params import MAX_LOGPROBS
+from glm_dcp_jax.serve.draining import check_patience
 from glm_dcp_jax.serve.metric_table import DEFAULT_PREFIX, check_prefix
 from glm_dcp_jax.serve.parsing.parsers import CHOICES
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
+_ANY = ("*",)
+_TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+"""What a method or a header's name is made of."""
 
 
 @dataclass(frozen=True)
@@ -16,9 +23,11 @@ class ServerSettings:
     """Raises ConfigError for a value that cannot work.
 
     served_model_names: what requests may call the model; the first is what answers and metrics call it.
-    api_keys: empty lets everyone in. chat_template: jinja source instead of the checkpoint's.
-    reasoning_parser, tool_call_parser: one of parsers.CHOICES. metrics_prefix: before the names of metrics that
-    vLLM has too.
+    api_keys: empty lets everyone in. chat_template: jinja source instead of the checkpoint's. reasoning_parser,
+    tool_call_parser: one of parsers.CHOICES. shutdown_timeout: seconds that what runs may go on after a signal.
+    sse_keep_alive_interval: seconds without an event after which a stream gets a comment; 0 for never. allowed_origins:
+    whose pages may use the server; the other three say how. root_path: where a proxy shows the server. profiler_dir:
+    where traces go; None for no profiler. metrics_prefix: before the names of metrics that vLLM has too.
     """
 
     served_model_names: tuple[str, ...]
@@ -30,6 +39,17 @@ class ServerSettings:
     tool_call_parser: str = "auto"
     max_logprobs: int = MAX_LOGPROBS
     log_level: str = "info"
+    log_format: str = "text"
+    enable_log_requests: bool = False
+    disable_uvicorn_access_log: bool = False
+    shutdown_timeout: float = 5.0
+    sse_keep_alive_interval: float = 0.0
+    allowed_origins: tuple[str, ...] = ()
+    allow_credentials: bool = False
+    allowed_methods: tuple[str, ...] = _ANY
+    allowed_headers: tuple[str, ...] = _ANY
+    root_path: str = ""
+    profiler_dir: str | None = None
     metrics_prefix: str = DEFAULT_PREFIX
 
     def __post_init__(self) -> None:
@@ -46,9 +66,48 @@ class ServerSettings:
             raise ConfigError("api_key must not be empty")
         if not all(key.isascii() for key in self.api_keys):
             raise ConfigError("api_key must be ASCII text, as that is all HTTP headers can hold")
+        check_patience("shutdown_timeout", self.shutdown_timeout)
+        check_patience("sse_keep_alive_interval", self.sse_keep_alive_interval)
+        self._check_origins()
+        if self.root_path and not re.fullmatch(r"(/[^/?#\s]+)+", self.root_path):
+            raise ConfigError(
+                f"root_path must be a path such as /glm, with no slash at its end, but is {self.root_path!r}"
+            )
+        if self.profiler_dir == "":
+            raise ConfigError("profiler_dir is empty; name a directory, or leave it out")
         check_prefix(self.metrics_prefix)
         if self.chat_template is not None:
             try:
                 ChatTemplate(self.chat_template)  # better now than at the first request
             except ChatTemplateError as error:
                 raise ConfigError(f"--chat-template: {error}") from None
+
+    def _check_origins(self) -> None:
+        if not self.allowed_origins:
+            for name in ("allow_credentials", "allowed_methods", "allowed_headers"):
+                if getattr(self, name) not in (False, _ANY):
+                    raise ConfigError(f"{name} says nothing without allowed_origins; give both, or neither")
+        for origin in self.allowed_origins:
+            if origin not in ("*", "null") and not _is_origin(origin):
+                raise ConfigError(
+                    f"allowed_origins must hold origins such as https://chat.example.org, or *, but holds {origin!r}"
+                )
+        if self.allow_credentials and "*" in self.allowed_origins:
+            raise ConfigError(
+                "allow_credentials must not be given to all origins: every page that a user opens could then act for "
+                "that user; name the origins in allowed_origins"
+            )
+        for name in ("allowed_methods", "allowed_headers"):
+            for word in getattr(self, name):
+                if not _TOKEN.fullmatch(word):
+                    raise ConfigError(f"{name} must hold names, or *, but holds {word!r}")
+
+
+def _is_origin(text: str) -> bool:
+    """Whether it is a scheme, a host and perhaps a port, as browsers send it."""
+    try:
+        parts = urlsplit(text)
+        _ = parts.port
+    except ValueError:
+        return False
+    return bool(parts.hostname) and text == f"{parts.scheme}://{parts.netloc}" and "@" not in text

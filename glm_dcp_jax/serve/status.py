@@ -38,6 +38,12 @@ async def health(request: Request) -> Response:
     return Response()
 
 
+@router.get("/load")
+async def load(request: Request) -> Response:
+    """Requests that are being answered; those that wait in the queue are among them."""
+    return json_response({"server_load": context_of(request).load.running})
+
+
 @router.get("/version")
 async def version() -> Response:
     """The server's version."""

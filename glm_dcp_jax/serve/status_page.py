@@ -44,7 +44,7 @@ async def status(request: Request) -> Response:
 
 def state_of(context: Context) -> str:
     """`warming_up`, `ready`, `draining` or `dead`."""
-    if context.stopping.is_set():
+    if context.drain.begun:
         return "draining"
     if context.engine.is_dead:
         return "dead"

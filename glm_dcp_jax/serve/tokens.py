@@ -10,8 +10,9 @@ from glm_dcp_jax.serve.context import Context, context_of
 from glm_dcp_jax.serve.errors import ApiError, json_response
 from glm_dcp_jax.serve.limits import encode_within
 from glm_dcp_jax.serve.protocol import DetokenizeRequest, TokenizeRequest
+from glm_dcp_jax.serve.strict_json import StrictRoute
 
-router = APIRouter()
+router = APIRouter(route_class=StrictRoute)
 
 
 @router.post("/tokenize")

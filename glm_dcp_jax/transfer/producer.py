@@ -151,7 +151,11 @@ class Producer:
     def _reap(self) -> None:
         while not self._closed.wait(min(REAPER_SECONDS, self._lease / 4)):
             for request_id in self._offers.expire():
-                _log.warning("request %s: nobody came for its cache within its lease", request_id)
+                _log.warning(
+                    "request %s: nobody came for its cache within its lease",
+                    request_id,
+                    extra={"request_id": request_id},
+                )
             self._retire_ended()
 
     def _retire_ended(self) -> None:

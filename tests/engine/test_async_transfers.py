@@ -160,6 +160,22 @@ def test_a_cache_that_does_not_arrive_fails_the_request_in_words(producer, consu
     assert output.error == "the KV cache of its prompt did not arrive (dropped)"
 
 
+def test_a_producer_that_stops_lets_its_last_cache_be_read_and_waits_no_longer(directory, consumer, greedy):
+    async def hand_over() -> list[RequestOutput]:
+        assert await consumer.reset_prefix_cache()  # it would do without otherwise
+        params = await offered(mortal)
+        stopping = asyncio.ensure_future(asyncio.to_thread(mortal.shutdown, 60.0))
+        await until(lambda: mortal.is_dead)
+        outputs = await all_of(consumer, PROMPT, bringing(params), "last")
+        await asyncio.wait_for(stopping, 20)
+        return outputs
+
+    mortal = start(directory, "kv_producer")
+    run(until(lambda: mortal.is_ready))
+    last = run(hand_over())[-1]
+    assert last.outputs[0].token_ids == greedy and last.num_cached_tokens == len(PROMPT) - 1
+
+
 def silent(port: int) -> dict:
     """A cache at an address where connections are taken, and nothing is ever said."""
     return {

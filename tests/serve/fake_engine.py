@@ -98,6 +98,8 @@ class FakeEngine:
         """What each next reset of the prefix cache says."""
         self.running: set[str] = set()
         self.stopped = False
+        self.drain_seconds: float | None = None
+        """That its shutdown was given."""
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self.step_tokens = Distribution(STEP_TOKENS)
@@ -199,8 +201,8 @@ class FakeEngine:
             transfers=self.transfers,
         )
 
-    def shutdown(self) -> None:
-        self.stopped = True
+    def shutdown(self, drain_seconds: float) -> None:
+        self.stopped, self.drain_seconds = True, drain_seconds
 
 
 class _Echo:

@@ -1,5 +1,6 @@
 """The command line: vLLM's names, and for anything else one clear line and the right exit code."""
 
+import re
 import socket
 import subprocess
 import sys
@@ -247,6 +248,14 @@ def test_help_lists_every_flag(capsys):
         parse("--help")
     assert stopped.value.code == 0
     shown = capsys.readouterr().out
+    assert re.findall(r"^([a-z][^\n]*):$", shown, re.MULTILINE) == [
+        "positional arguments",
+        "options",
+        "server",
+        "browsers and proxies",
+        "logs, metrics and profiles",
+        *flags._ENGINE_GROUPS.values(),
+    ]
     for option in [*(flag.option for flag in FLAGS), "--api-key", "--served-model-name", "-dcp", "--port"]:
         assert option in shown
 

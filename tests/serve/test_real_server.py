@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import jax
 import openai
 import pytest
 
@@ -47,10 +48,11 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(devices) -> Iterator[Server]:
+def server(devices, tmp_path_factory) -> Iterator[Server]:
     devices(4)
     few_programs = ("--max-num-seqs", "4", "--precompile-bs-paddings", "4")
-    running = Server("--api-key", "secret", "-tp", "4", "-dcp", "4", *few_programs)
+    traces = ("--profiler-dir", str(tmp_path_factory.mktemp("traces")))
+    running = Server("--api-key", "secret", "-tp", "4", "-dcp", "4", *few_programs, *traces)
     yield running
     assert running.process.poll() is None, "the server died"
     assert running.stop() == 0
@@ -239,3 +241,18 @@ def test_a_start_that_cannot_work_says_why(arguments, code, words):
     )
     assert ended.returncode == code
     assert words in ended.stderr and "Traceback" not in ended.stderr
+
+
+@pytest.mark.slow
+def test_a_trace_of_the_running_engine_can_be_read_back(server, client, model):
+    secret = {"Authorization": "Bearer secret"}
+    begun = httpx.post(f"{server.url}/start_profile", headers=secret, timeout=60)
+    assert begun.status_code == 200, begun.text
+    assert httpx.post(f"{server.url}/start_profile", headers=secret).status_code == 409
+    client.completions.create(model=model, prompt="What takes how long?", **GREEDY)
+    ended = httpx.post(f"{server.url}/stop_profile", headers=secret, timeout=120)
+    assert ended.status_code == 200, ended.text
+    [file] = Path(ended.json()["trace"]).glob("*.xplane.pb")
+    profile = jax.profiler.ProfileData.from_file(str(file))
+    events = [event.name for plane in profile.planes for line in plane.lines for event in line.events]
+    assert any("all-gather" in name or "all_gather" in name for name in events), sorted(set(events))[:200]

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from glm_dcp_jax._version import __version__
-from glm_dcp_jax.config import ConfigError
+from glm_dcp_jax.config import ConfigError, flags_file
 from glm_dcp_jax.config.json_file import parse_json
 from glm_dcp_jax.serve import flags as server_flags
-from glm_dcp_jax.serve.settings import LOG_LEVELS
+from glm_dcp_jax.serve.settings import LOG_LEVELS, ServerSettings
 
 ROLES = ("prefill", "decode")
 _KV = "--kv-transfer-config"
@@ -26,6 +26,7 @@ class PairCommand:
     """A command line, understood. servers: of each role, the flags of its server, but for its address.
 
     devices: of a role, the GPUs that it sees; all there are for a role that is not there. host, port: of the router.
+    shutdown_timeout: seconds that the slower server takes for what runs, once it is to stop.
     """
 
     servers: dict[str, list[str]]
@@ -33,21 +34,24 @@ class PairCommand:
     host: str
     port: int
     log_level: str
+    shutdown_timeout: float
 
 
 def parse(argv: Sequence[str], has_gpu: bool) -> PairCommand:
     """Read a command line. Raises ConfigError for anything that cannot work; --help and --version exit."""
     given, common = _parser().parse_known_args(_joined(argv))
+    _check_file(common)
     transfer = _transfer_flags(given.kv_transfer_config)
-    servers = {}
+    servers, timeouts = {}, []
     for role in ROLES:
         own = _split(f"--{role}", getattr(given, role))
         flags = [*transfer, *common, *own, f"{_KV}.kv_role={_KV_ROLES[role]}", "--log-level", given.log_level]
-        servers[role] = _checked(role, flags, has_gpu)
+        servers[role], settings = _checked(role, flags, has_gpu)
+        timeouts.append(settings.shutdown_timeout)
     devices = {role: value for role in ROLES if (value := getattr(given, f"{role}_devices")) is not None}
     if not 0 <= given.port <= 65535:
         raise ConfigError(f"--port must be from 0 (any free one) to 65535, but is {given.port}")
-    return PairCommand(servers, devices, given.host, given.port, given.log_level)
+    return PairCommand(servers, devices, given.host, given.port, given.log_level, max(timeouts))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -115,6 +119,19 @@ def _split(flag: str, text: str) -> list[str]:
     return words
 
 
+def _check_file(common: Sequence[str]) -> None:
+    """Raise ConfigError for what a file of flags says and the pair decides: it would be ignored."""
+    file, _ = flags_file.split_off(common)
+    if file is None:
+        return
+    for word in server_flags.words_of_file(file, (), [server_flags.make_parser()]):
+        name = word.partition("=")[0]
+        if name in ("--host", "--port", _KV):
+            raise ConfigError(
+                f"{file}: {name[2:]}: is the pair's own; give it on the command line, as {name}"
+            )
+
+
 def _transfer_flags(text: str) -> list[str]:
     """The keys of an object as flags, which others may then be added to. tcp unless it says something else."""
     try:
@@ -126,8 +143,8 @@ def _transfer_flags(text: str) -> list[str]:
     return [f"{_KV}.{key}={json.dumps(value)}" for key, value in ({"kv_connector": "tcp"} | content).items()]
 
 
-def _checked(role: str, flags: list[str], has_gpu: bool) -> list[str]:
-    """The flags of a server that can start with them, as far as can be said without loading its model."""
+def _checked(role: str, flags: list[str], has_gpu: bool) -> tuple[list[str], ServerSettings]:
+    """Flags that a server can start with, and its settings, as far as can be said without loading its model."""
     try:
         command = server_flags.parse(flags, has_gpu)
         if command.demo and not has_gpu and not any(_is_layout(flag) for flag in flags):
@@ -138,7 +155,7 @@ def _checked(role: str, flags: list[str], has_gpu: bool) -> list[str]:
             raise ConfigError("kv_connector inproc joins engines of one process; use tcp, nixl or jax")
     except ConfigError as error:
         raise ConfigError(f"the {role} server: {server_flags.explain(error)}") from None
-    return flags
+    return flags, command.settings
 
 
 def _is_layout(flag: str) -> bool:

@@ -12,6 +12,7 @@ import httpx
 
 from glm_dcp_jax.serve.pair.child import Child
 from glm_dcp_jax.serve.pair.flags import ROLES, PairCommand
+from glm_dcp_jax.serve.router.settings import RouterSettings
 from glm_dcp_jax.serve.run import bind, url
 
 _LOG = logging.getLogger(__name__)
@@ -20,8 +21,8 @@ _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.1
 _PROGRESS_SECONDS = 10.0
 _HEALTH_SECONDS = 2.0
-_STOP_SECONDS = 60.0
-"""How long processes may take to end: the router finishes running requests first, for half of that."""
+_STOP_SECONDS = 30.0
+"""How long processes may take to end, besides the time that they give running requests."""
 _KILLED = 1
 
 
@@ -50,6 +51,8 @@ class _Pair:
     def __init__(self, command: PairCommand) -> None:
         self._command = command
         self._children: list[Child] = []
+        # A request takes as long at the router as at the servers; these may say more than its own default.
+        self._router_timeout = max(command.shutdown_timeout, RouterSettings.shutdown_timeout)
         self._signals = 0
 
     def run(self) -> int:
@@ -84,6 +87,7 @@ class _Pair:
             self._wait_until_healthy(dict(zip(ROLES, urls, strict=True)))
             at, port = url(command.host, front), front.getsockname()[1]
             flags = ["--prefill", urls[0], "--decode", urls[1], "--host", command.host, "--port", str(port)]
+            flags += ["--shutdown-timeout", str(self._router_timeout)]
             self._start("router", ROUTER, [*flags, "--log-level", command.log_level], {})
             self._wait_until_healthy({"router": at})
         _LOG.info("all are ready; the URL to use is %s/v1", at)
@@ -137,7 +141,7 @@ class _Pair:
             running = [child for child in group if child.code is None]
             for child in running:
                 child.stop()
-            deadline = time.monotonic() + _STOP_SECONDS
+            deadline = time.monotonic() + self._router_timeout + _STOP_SECONDS
             while any(child.code is None for child in group):
                 if self._signals > signals or time.monotonic() > deadline:
                     in_order = False

@@ -57,6 +57,7 @@ def create_app(settings: RouterSettings) -> FastAPI:
 async def generate(request: Request) -> Response:
     """Prefill on one server, decode on another."""
     context = context_of(request)
+    context.drain.require_open()
     try:
         body = parse_body(await request.body())
     except ClientDisconnect:
@@ -92,8 +93,11 @@ async def models(request: Request) -> Response:
 async def health(request: Request) -> Response:
     """200 with an empty body when requests can be served, which takes a healthy decode server, else 503.
 
+    So it is from a signal to stop on, too.
+
     Without a prefill server they are served all the same: /healthcheck and the metrics tell.
     """
+    context_of(request).drain.require_open()
     if not context_of(request).decode.any_healthy:
         raise ApiError("no decode server is healthy", 503)
     return Response()

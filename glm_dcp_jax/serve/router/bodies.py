@@ -4,8 +4,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from glm_dcp_jax.config.json_file import parse_json
 from glm_dcp_jax.serve.errors import ApiError
+from glm_dcp_jax.serve.strict_json import parse_strictly
 
 PARAMS = "kv_transfer_params"
 SKIPS = ("short", "several_prompts", "prompt_logprobs")
@@ -84,13 +84,16 @@ class Body:
 def parse_body(raw: bytes) -> Body:
     """Raises ApiError 400 for what no server would take, or would not take from a router's client."""
     try:
-        fields = parse_json(raw.decode())
+        fields = parse_strictly(raw)
     except ValueError as error:
         raise ApiError(f"the body is not valid JSON: {error}") from None
     if not isinstance(fields, dict):
         raise ApiError("the body must be a JSON object")
     if fields.get(PARAMS):  # a decode server would connect to wherever they say
         raise ApiError(f"{PARAMS} is what the router adds; leave it out", param=PARAMS)
+    if PARAMS in fields:  # they ask for nothing, but must not be there twice in the end
+        del fields[PARAMS]
+        raw = json.dumps(fields, separators=(",", ":")).encode()
     return Body(raw, fields)
 
 

@@ -4,6 +4,7 @@ import asyncio
 
 from fastapi import Request
 
+from glm_dcp_jax.serve.draining import Drain
 from glm_dcp_jax.serve.router.backends import Backend, Pool
 from glm_dcp_jax.serve.router.connections import connector
 from glm_dcp_jax.serve.router.metrics import Metrics
@@ -12,7 +13,7 @@ from glm_dcp_jax.serve.router.settings import RouterSettings
 
 
 class RouterContext:
-    """One per app. stopping: set to end what still runs."""
+    """One per app."""
 
     def __init__(self, settings: RouterSettings) -> None:
         self.settings = settings
@@ -21,7 +22,12 @@ class RouterContext:
         self.metrics = Metrics(self.backends)
         self.connect = connector()
         self.releases = Releases(self.connect, self.metrics)
-        self.stopping = asyncio.Event()
+        self.drain = Drain(settings.shutdown_timeout)
+
+    @property
+    def stopping(self) -> asyncio.Event:
+        """Set to end what still runs."""
+        return self.drain.stopping
 
     @property
     def backends(self) -> list[Backend]:

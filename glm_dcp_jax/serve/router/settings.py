@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from glm_dcp_jax.config import ConfigError
+from glm_dcp_jax.serve.draining import check_patience
 from glm_dcp_jax.serve.settings import LOG_LEVELS
 
 POLICIES = ("least_loaded", "round_robin")
@@ -76,11 +77,10 @@ class RouterSettings:
         if self.min_prefill_chars < 0:
             raise ConfigError(f"--min-prefill-chars must be 0 (off) or more, but is {self.min_prefill_chars}")
         for name in ("prefill_timeout", "decode_timeout", "health_interval"):
-            _require_seconds(name, getattr(self, name), "more than 0")
-        if self.shutdown_timeout != 0:
-            _require_seconds("shutdown_timeout", self.shutdown_timeout, "0 or more")
+            _require_seconds(name, getattr(self, name))
+        check_patience("--shutdown-timeout", self.shutdown_timeout)
 
 
-def _require_seconds(name: str, seconds: float, allowed: str) -> None:
+def _require_seconds(name: str, seconds: float) -> None:
     if not (seconds > 0 and math.isfinite(seconds)):
-        raise ConfigError(f"--{name.replace('_', '-')} must be {allowed} seconds, but is {seconds:g}")
+        raise ConfigError(f"--{name.replace('_', '-')} must be more than 0 seconds, but is {seconds:g}")

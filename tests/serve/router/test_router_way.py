@@ -160,7 +160,8 @@ def test_prefill_without_a_reference_leaves_all_to_decode(router, fleet):
     ("content", "message"),
     [
         (b"{", "the body is not valid JSON"),
-        (b"\xff{}", "the body is not valid JSON"),
+        (b"\xff{}", "the body is not UTF-8, at byte 0"),
+        (b'{"n": 1, "n": 2}', "the key 'n' is there twice; give it once"),
         (b"[" * 100_000, "nested too deeply"),
         (b"[1]", "the body must be a JSON object"),
         (

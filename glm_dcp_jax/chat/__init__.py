@@ -1,0 +1,1 @@
+"""A chat in the terminal with a running server: `python -m glm_dcp_jax.chat`."""

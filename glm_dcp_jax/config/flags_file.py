@@ -1,0 +1,185 @@
+"""--config FILE: a YAML file of flags, which becomes words of the command line. What is typed there wins."""
+
+import argparse
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from glm_dcp_jax.config.errors import ConfigError
+from glm_dcp_jax.config.flags import JSON_FLAGS, SIZE_LISTS, explain_unknown, option_of
+from glm_dcp_jax.config.json_file import parse_json
+
+OPTION = "--config"
+HELP = "YAML file of flags; those of the command line win (docs/operations.md)"
+_SCALARS = (str, int, float)
+
+
+def json_list(text: str) -> tuple[str, ...]:
+    """A flag's value: a JSON list of strings, as vLLM takes it, or a list of the file."""
+    try:
+        value = parse_json(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+        raise argparse.ArgumentTypeError(
+            f"""must be a JSON list of strings such as '["*"]', but is {text!r}"""
+        )
+    return tuple(value)
+
+
+def split_off(words: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """The file that a command line names, and its other words. Raises ConfigError for none, and for two."""
+    rest: list[str] = []
+    files: list[str] = []
+    waiting = iter(words)
+    for word in waiting:
+        name, equals, value = word.partition("=")
+        if name != OPTION:
+            rest.append(word)
+            continue
+        found = value if equals else next(waiting, "")
+        if not found or found.startswith("--"):
+            raise ConfigError(f"{OPTION} needs the name of a YAML file of flags")
+        files.append(found)
+    if len(files) > 1:
+        raise ConfigError(f"{OPTION} is given twice, {files[0]} and {files[1]}; put all flags into one file")
+    return (Path(files[0]) if files else None), rest
+
+
+def words_of(
+    path: Path,
+    typed: Sequence[str],
+    parsers: Sequence[argparse.ArgumentParser],
+    explain: Callable[[str, set[str]], str] = explain_unknown,
+    off_anyway: Collection[str] = (),
+) -> list[str]:
+    """The file's flags as words for `parsers`, without those that are among the words that were typed.
+
+    explain: what to say of a setting that is none of those that the parsers know. off_anyway: settings that are none
+    either, and may be false. Raises ConfigError that names the file and the key.
+    """
+    actions = {
+        option: action for parser in parsers for option, action in parser._option_string_actions.items()
+    }
+    taken = {id(action) for word in typed if (action := actions.get(_option_in(word))) is not None}
+    known = {option[2:].replace("-", "_") for option in actions if option.startswith("--")}
+    seen: dict[int, str] = {}
+    words: list[str] = []
+    for key, value in _read(path).items():
+        where = f"{path}: {key}"
+        name = str(key).lstrip("-").replace("-", "_")
+        action = actions.get(option_of(name)) or actions.get("-" + name)
+        if action is None:
+            if value is False and name in off_anyway:
+                continue
+            raise ConfigError(f"{where}: {explain(name, known)}")
+        if action.dest == "config" or action.default is argparse.SUPPRESS:
+            raise ConfigError(f"{where}: is for the command line only")
+        if id(action) in seen:
+            raise ConfigError(f"{where}: {seen[id(action)]} has set that already; keep one of them")
+        seen[id(action)] = str(key)
+        said = list(_words(where, action, value))  # wrong values are wrong though others win
+        words += [] if id(action) in taken else said
+    return words
+
+
+def _read(path: Path) -> dict[Any, Any]:
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except FileNotFoundError:
+        raise ConfigError(f"{OPTION} {path} does not exist") from None
+    except RecursionError:
+        raise ConfigError(f"{OPTION} {path} is nested too deeply") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{OPTION} {path} cannot be read: {error}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        said = " ".join(str(error).split())
+        raise ConfigError(f"{OPTION} {path} is not valid YAML: {said}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        kind = type(content).__name__
+        raise ConfigError(f"{OPTION} {path} must hold flags, as `port: 8000`, one a line, but holds a {kind}")
+    return content
+
+
+class _Loader(yaml.SafeLoader):
+    """Plain data only, and no key twice: one of them would be ignored."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """A mapping's content."""
+        seen = set()
+        for key_node, _ in node.value:
+            key = (key_node.tag, key_node.value if isinstance(key_node.value, str) else id(key_node))
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key_node.value!r} is there twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _option_in(word: str) -> str:
+    """The option that a typed word sets: `--hf-overrides.dtype=float32` sets --hf-overrides."""
+    name = word.partition("=")[0]
+    return name.partition(".")[0] if name.startswith("-") else name
+
+
+def _words(where: str, action: argparse.Action, value: Any) -> Iterator[str]:
+    option = action.option_strings[0]
+    if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
+        if not isinstance(value, bool):
+            raise ConfigError(f"{where}: must be true or false, but is {_shown(value)}")
+        off = next((name for name in action.option_strings if name.startswith("--no-")), None)
+        if value or (off and isinstance(action, argparse.BooleanOptionalAction)):
+            yield option if value else str(off)
+    elif action.nargs == "+":
+        many = value if isinstance(value, list) else [value]
+        if not many:
+            raise ConfigError(f"{where}: the list is empty; leave the key out")
+        yield option
+        yield from (_text(where, action, entry) for entry in many)
+    else:
+        yield f"{option}={_text(where, action, _flattened(action, value))}"
+
+
+def _flattened(action: argparse.Action, value: Any) -> Any:
+    """Objects and lists as they are typed, where a flag takes them."""
+    if isinstance(value, Mapping) and action.dest in JSON_FLAGS:
+        return json.dumps(value)
+    if isinstance(value, list) and action.dest in SIZE_LISTS:
+        return ",".join(map(str, value))
+    if isinstance(value, list) and action.type is json_list:
+        return json.dumps(value)
+    return value
+
+
+def _text(where: str, action: argparse.Action, value: Any) -> str:
+    """As it is typed. Raises ConfigError for what the flag does not take."""
+    if value is None:
+        raise ConfigError(f"{where}: has no value; give one, or leave the key out")
+    if isinstance(value, bool) or not isinstance(value, _SCALARS):
+        raise ConfigError(f"{where}: takes one value, but got {_shown(value)}")
+    text = str(value)
+    try:
+        converted = action.type(text) if callable(action.type) else text
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    except (TypeError, ValueError):
+        kind = getattr(action.type, "__name__", "value")
+        raise ConfigError(f"{where}: takes {kind}, but got {_shown(value)}") from None
+    if action.choices is not None and converted not in action.choices:
+        raise ConfigError(
+            f"{where}: must be one of {', '.join(map(str, action.choices))}, but is {_shown(value)}"
+        )
+    return text
+
+
+def _shown(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except TypeError:
+        return repr(value)
