@@ -85,9 +85,7 @@ class Engine:
         _log.info("KV cache records: %s; indexer shards: %d", runner.blueprint.formats, shards)
         if ignored := config.parallel.without_effect:
             given = ", ".join(f"{option_of(name)} {value}" for name, value in ignored.items())
-            _log.warning(
-                "no effect, as --decode-context-parallel-size 1 leaves nothing to exchange: %s", given
-            )
+            _log.warning("no effect with --decode-context-parallel-size 1: %s", given)
         for line in capacity_lines(runner.num_pages, runner.layout, self.max_model_len):
             _log.info(line)
 
@@ -348,10 +346,8 @@ class Engine:
     def _fail(self, sequence: Sequence) -> None:
         """NaN would read as token 0, and its records are not in the cache: say that the request failed instead."""
         request = self._owner[sequence]
-        name, grammar = request.request_id, None if sequence.rules is None else sequence.rules.grammar
-        why = "the model's output is not finite"
-        if grammar is not None and grammar.error:
-            why = request.error = f"the output's grammar could not go on: {grammar.error}"
+        name, request.error = request.request_id, sequence.rules.failure if sequence.rules else None
+        why = request.error or "the model's output is not finite"
         _log.error("request %s: %s", name, why, extra={"request_id": name})
         sequence.finish_reason = "error"
         self.scheduler.remove(sequence)

@@ -121,6 +121,12 @@ class LogitRules:
         return self._params.counts_tokens or bool(self._endings) or below_minimum or is_bound
 
     @property
+    def failure(self) -> str | None:
+        """Why nothing can follow, where that is known: its grammar grew too complex."""
+        error = "" if self.grammar is None else self.grammar.error
+        return f"the output's grammar could not go on: {error}" if error else None
+
+    @property
     def adjusts(self) -> bool:
         """Whether it changes logits, now or later, beside what its grammar forbids."""
         params = self._params

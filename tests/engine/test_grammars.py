@@ -257,3 +257,12 @@ def test_equal_grammars_are_compiled_once(grammars, monkeypatch):
     for after in (None, 3, None):
         grammars.compile(StructuredOutputs(regex="only here", after_token=after))
     assert len(compiled) == 1
+
+
+def test_a_grammar_that_cannot_go_on_says_why(grammars):
+    wanted = StructuredOutputs(regex="a+")
+    params = SamplingParams(structured_outputs=wanted)
+    rules = LogitRules(params, [1], (), (), VOCABULARY, grammars.compile(wanted))
+    assert rules.failure is None
+    rules.append(7)  # what a mask would have forbidden
+    assert "the output's grammar could not go on: " in rules.failure and len(rules.failure) < 400
