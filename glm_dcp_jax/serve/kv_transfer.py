@@ -10,7 +10,7 @@ from glm_dcp_jax.serve.handover import Handover
 from glm_dcp_jax.serve.protocol import ReleaseRequest
 
 router = APIRouter()
-_GENERATING = ("/v1/completions", "/v1/chat/completions")
+_GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 
 
 @router.post("/v1/kv_transfer/release")

@@ -21,6 +21,6 @@ def names_of(request: Request, kind: str) -> Names:
     """kind: what ids of this endpoint begin with. Of X-Request-Id only what can stand in a log is taken."""
     given, fresh = request.headers.get(HEADER, ""), uuid.uuid4().hex
     if not _SPEAKABLE.fullmatch(given):
-        return Names(f"{kind}-{fresh}", f"{kind}-{fresh}")
+        return Names(kind + fresh, kind + fresh)
     # A client may say the same name twice, at once even.
-    return Names(f"{kind}-{given}", f"{kind}-{given}-{fresh[:8]}")
+    return Names(kind + given, f"{kind}{given}-{fresh[:8]}")
