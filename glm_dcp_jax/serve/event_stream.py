@@ -25,6 +25,8 @@ class EventStream(Response):
     called.
     """
 
+    _last = b"data: [DONE]\n\n"
+
     def __init__(
         self,
         events: AsyncGenerator[dict[str, Any], None],
@@ -49,7 +51,7 @@ class EventStream(Response):
             _LOG.exception("a streamed request failed")
             await self._fail(internal_error(), scope, receive, send)
         else:
-            await _end(send)
+            await self._end(send)
         finally:
             self._ended()
 
@@ -59,20 +61,55 @@ class EventStream(Response):
                 if not self._started:
                     self._started = True
                     await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-                await _send(send, orjson.dumps(event))
+                await _send(send, self._lines(event))
 
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         if self._started:
-            await _send(send, orjson.dumps(error.body))
-            await _end(send)
+            await _send(send, self._lines(self._failure(error)))
+            await self._end(send)
         else:
             await error.response()(scope, receive, send)
 
+    async def _end(self, send: Send) -> None:
+        if self._last:
+            await _send(send, self._last)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-async def _send(send: Send, data: bytes) -> None:
-    await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+    def _lines(self, event: dict[str, Any]) -> bytes:
+        return _data(orjson.dumps(event))
+
+    def _failure(self, error: ApiError) -> dict[str, Any]:
+        return error.body
 
 
-async def _end(send: Send) -> None:
-    await _send(send, b"[DONE]")
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
+class TypedEventStream(EventStream):
+    """Events that are named by their `type` and numbered by `sequence_number`, from 0, as /v1/responses has them."""
+
+    _last = b""
+
+    def __init__(
+        self,
+        events: AsyncGenerator[dict[str, Any], None],
+        stopping: asyncio.Event,
+        failure: Callable[[ApiError], dict[str, Any]],
+    ) -> None:
+        """failure: the event that an error is, once events were sent."""
+        super().__init__(events, stopping)
+        self._failure_event = failure
+        self._sent = 0
+
+    def _lines(self, event: dict[str, Any]) -> bytes:
+        numbered = {**event, "sequence_number": self._sent}
+        self._sent += 1
+        return b"event: " + event["type"].encode() + b"\n" + _data(orjson.dumps(numbered))
+
+    def _failure(self, error: ApiError) -> dict[str, Any]:
+        return self._failure_event(error)
+
+
+def _data(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"
+
+
+async def _send(send: Send, lines: bytes) -> None:
+    await send({"type": "http.response.body", "body": lines, "more_body": True})
