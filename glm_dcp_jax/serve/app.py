@@ -13,6 +13,7 @@ from glm_dcp_jax.serve.context import Context
 from glm_dcp_jax.serve.interface import Engine
 from glm_dcp_jax.serve.metrics import Metrics
 from glm_dcp_jax.serve.parsing.parsers import Parsers
+from glm_dcp_jax.serve.responses import endpoint as responses
 from glm_dcp_jax.serve.settings import ServerSettings
 
 
@@ -29,7 +30,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     metrics = Metrics(engine, settings.served_model_names[0])
     app.state.context = Context(engine, settings, metrics, parsers)
     errors.install(app, on_invalid=kv_transfer.call_off_invalid)
-    for part in (completions, chat, tokens, prefix_cache, kv_transfer, status):
+    for part in (completions, chat, responses, tokens, prefix_cache, kv_transfer, status):
         app.include_router(part.router)
     app.add_middleware(LimitBody, limit=most_bytes(engine.max_model_len))
     if settings.api_keys:
