@@ -65,7 +65,8 @@ class EventStream(Response):
 
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         if self._started:
-            await _send(send, self._lines(self._failure(error)))
+            for event in self._failure(error):
+                await _send(send, self._lines(event))
             await self._end(send)
         else:
             await error.response()(scope, receive, send)
@@ -78,8 +79,8 @@ class EventStream(Response):
     def _lines(self, event: dict[str, Any]) -> bytes:
         return _data(orjson.dumps(event))
 
-    def _failure(self, error: ApiError) -> dict[str, Any]:
-        return error.body
+    def _failure(self, error: ApiError) -> list[dict[str, Any]]:
+        return [error.body]
 
 
 class TypedEventStream(EventStream):
@@ -91,11 +92,11 @@ class TypedEventStream(EventStream):
         self,
         events: AsyncGenerator[dict[str, Any], None],
         stopping: asyncio.Event,
-        failure: Callable[[ApiError], dict[str, Any]],
+        failure: Callable[[ApiError], list[dict[str, Any]]],
     ) -> None:
-        """failure: the event that an error is, once events were sent."""
+        """failure: the events that an error is, once others were sent."""
         super().__init__(events, stopping)
-        self._failure_event = failure
+        self._failure_events = failure
         self._sent = 0
 
     def _lines(self, event: dict[str, Any]) -> bytes:
@@ -103,8 +104,8 @@ class TypedEventStream(EventStream):
         self._sent += 1
         return b"event: " + event["type"].encode() + b"\n" + _data(orjson.dumps(numbered))
 
-    def _failure(self, error: ApiError) -> dict[str, Any]:
-        return self._failure_event(error)
+    def _failure(self, error: ApiError) -> list[dict[str, Any]]:
+        return self._failure_events(error)
 
 
 def _data(data: bytes) -> bytes:

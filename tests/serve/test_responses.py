@@ -1,10 +1,15 @@
 """/v1/responses of a model that thinks and calls tools, whole and streamed."""
 
+import asyncio
 import json
 
+import httpx
 import pytest
 from responding import TOOLS, events_of, nameless, response_of, said, told
-from written import ARGUMENTS, CALL, FIND, HELLO, engine_that_says, written
+from written import ARGUMENTS, CALL, FIND, HELLO, engine_that_says, spelled, written
+
+from glm_dcp_jax.serve.app import create_app
+from glm_dcp_jax.serve.settings import ServerSettings
 
 LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
 JSON_ARGUMENTS = json.dumps(ARGUMENTS)
@@ -119,9 +124,30 @@ class TestWhole:
         assert said(response) == [("says", says, "completed")]
         assert score_text(response["output"][0]) == says + "<|endoftext|>"
 
+    async def test_tags_that_are_no_tokens_are_found_but_have_no_logprobs(self, respond, monkeypatch):
+        engine = engine_that_says()
+        engine.says = [spelled("hm</think>So")]
+        monkeypatch.setattr(engine.tokenizer, "token_id", lambda text: None)
+        settings = {"reasoning_parser": "glm45"}.items()
+        response = response_of(await respond(engine, settings))
+        assert said(response) == [("thinks", "hm", "completed"), ("says", "So", "completed")]
+        assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == 2
+        answer = await respond(engine, settings, **LOGPROBS)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "include")
+
 
 @pytest.mark.anyio
 class TestStream:
+    @pytest.mark.parametrize("stop", ["m</think>", "</tool_call>", "o:<tool_call>fi", "then"])
+    @pytest.mark.parametrize("burst", [1, 3, 1000])
+    async def test_stop_strings_see_all_of_it(self, respond, stop, burst):
+        body = {"tools": TOOLS, "stop": stop, **LOGPROBS}
+        whole = response_of(await respond(engine_that_says(TURNS["all"], burst=5), **body))
+        engine = engine_that_says(TURNS["all"], burst=burst)
+        assert nameless(told(events_of(await respond(engine, **body, stream=True)))) == nameless(whole)
+        thought = len(written("hm</think>"))
+        assert whole["usage"]["output_tokens_details"]["reasoning_tokens"] == thought
+
     @pytest.mark.parametrize("burst", [1, 2, 4, 8, 1000])
     @pytest.mark.parametrize("turn", TURNS.values(), ids=TURNS)
     async def test_it_is_the_whole_response_in_pieces(self, respond, turn, burst):
@@ -165,6 +191,21 @@ class TestStream:
         assert said(response) == [("thinks", "hm", "completed"), ("says", "So", "incomplete")]
         assert response["status"] == "failed" and response["error"]["code"] == "server_error"
         assert "secret" not in response["error"]["message"] and response["usage"] is None
+
+    async def test_a_stopping_server_fails_the_response(self):
+        engine = engine_that_says("</think>" + "x" * 500, burst=1)
+        engine.delay = 0.005
+        app = create_app(engine, ServerSettings(served_model_names=("fake",)))
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            answer = asyncio.ensure_future(client.post("/v1/responses", json={"input": "Hi", "stream": True}))
+            while engine.generation_tokens < 5:
+                await asyncio.sleep(0.005)
+            app.state.context.stopping.set()
+            response = told(events_of(await answer))
+        assert response["error"]["message"] == "the server is shutting down" and len(engine.aborted) == 1
+        [(kind, text, status)] = said(response)
+        assert (kind, status) == ("says", "incomplete") and set(text) == {"x"}
 
     @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
     async def test_a_failure_at_the_start_is_an_ordinary_error(self, respond, stream):

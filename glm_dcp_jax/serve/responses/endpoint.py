@@ -96,10 +96,11 @@ class Answer:
         response = self._ended(usage, choice.finish_reason)
         yield {"type": f"response.{response['status']}", "response": response}
 
-    def failure(self, error: ApiError) -> Event:
-        """The event of an error once events were sent."""
-        self._output.end(None)
-        return {"type": "response.failed", "response": self._response.failed(self._output.items, error)}
+    def failure(self, error: ApiError) -> list[Event]:
+        """The events of an error once others were sent."""
+        events = self._output.end(None)
+        response = self._response.failed(self._output.items, error)
+        return [*events, {"type": "response.failed", "response": response}]
 
     async def _begin(self) -> tuple[Work, Turns]:
         work = await self._asked.work()
