@@ -58,7 +58,10 @@ def _require_object_schema(parameters: Any) -> None:
     param = "function.parameters"
     if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
         raise refuse(param, 'must be the JSON schema of an object: {"type": "object", "properties": {...}}')
-    if not isinstance(parameters.get("properties", {}), dict):
+    properties = parameters.get("properties", {})
+    if not isinstance(properties, dict) or not all(
+        isinstance(schema, dict | bool) for schema in properties.values()
+    ):
         raise refuse(f"{param}.properties", "must be an object that maps names to JSON schemas")
 
 

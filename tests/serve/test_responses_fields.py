@@ -170,6 +170,7 @@ class TestTaken:
         ({"reasoning": {"effort": "much"}}, "reasoning.effort", "high"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "auto"),
         ({"metadata": {"a": 1}}, "metadata.a", "string"),
+        ({"tools": [{**TOOLS[0], "x": 10**30}]}, "tools", "64-bit"),
         ({"truncation": "auto"}, "truncation", "disabled"),
         ({"service_tier": "flex"}, "service_tier", "default"),
         ({"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs", "must not hold"),
@@ -190,3 +191,10 @@ async def test_what_is_refused_is_named(respond, body, param, says):
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param)
     assert re.search(says, error["message"]), error["message"]
+
+
+@pytest.mark.anyio
+async def test_what_no_answer_can_hold_is_refused(client):
+    body = '{"input": "Hi", "metadata": {"a": "\\ud800"}}'
+    answer = await client.post("/v1/responses", content=body, headers={"Content-Type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "metadata")

@@ -3,6 +3,7 @@
 import re
 from typing import Annotated, Any, Literal
 
+import orjson
 from pydantic import (
     BeforeValidator,
     Field,
@@ -39,6 +40,17 @@ _CHATS = {
     "logprobs": "include",
 }
 """Fields of a chat, and what they are called here."""
+_ECHOED = (
+    "instructions",
+    "max_tool_calls",
+    "metadata",
+    "tools",
+    "text",
+    "user",
+    "safety_identifier",
+    "prompt_cache_key",
+)
+"""Fields that come back as they are."""
 _FUNCTION = re.compile(r"^(tools\.\d+)\.function\b")
 
 
@@ -182,6 +194,16 @@ class ResponsesRequest(SamplingRequest):
     def _one_form(self) -> "ResponsesRequest":
         if self.structured_outputs and self.text.format["type"] != "text":
             raise refuse("structured_outputs", "cannot be given with text.format")
+        return self
+
+    @model_validator(mode="after")
+    def _can_come_back(self) -> "ResponsesRequest":
+        for name in _ECHOED:
+            value = getattr(self, name)
+            try:
+                orjson.dumps(value.format if isinstance(value, Text) else value)
+            except orjson.JSONEncodeError as error:
+                raise refuse(name, f"cannot be repeated in the answer: {error}") from None
         return self
 
     @model_validator(mode="after")
