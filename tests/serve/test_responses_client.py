@@ -104,3 +104,12 @@ def test_a_client_that_leaves_takes_its_request_with_it(openai_client, engine):
         assert next(iter(stream)).type == "response.created"
     wait_until(lambda: not engine.running)
     assert len(engine.aborted) == 1
+
+
+def test_a_client_that_does_not_wait_takes_its_request_with_it(openai_client, engine):
+    engine.delay = 0.01
+    engine.says = [written("x" * 500)]
+    with pytest.raises(openai.APITimeoutError):
+        openai_client.with_options(timeout=0.1).responses.create(model="fake", input="Hi")
+    wait_until(lambda: not engine.running)
+    assert len(engine.aborted) == 1

@@ -55,12 +55,14 @@ class _Text(_Item):
     def __init__(self, index: int) -> None:
         super().__init__(index)
         self._begun = False
+        self._logprobs: list[dict[str, Any]] = []
 
     @abstractmethod
     def _part(self) -> dict[str, Any]:
         """The part so far."""
 
     def _scores(self, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Fields of an event. logprobs: of the tokens that it is about."""
         return {}
 
     def _content(self) -> list[dict[str, Any]]:
@@ -76,11 +78,12 @@ class _Text(_Item):
 
     def more(self, text: str, logprobs: list[dict[str, Any]]) -> list[Event]:
         self.text += text
+        self._logprobs += logprobs
         return [self._in_part(f"{self.kind}.delta", delta=text, **self._scores(logprobs))]
 
     def end(self, status: str) -> list[Event]:
         return [
-            self._in_part(f"{self.kind}.done", text=self.text, **self._scores([])),
+            self._in_part(f"{self.kind}.done", text=self.text, **self._scores(self._logprobs)),
             self._in_part("content_part.done", part=self._part()),
             *super().end(status),
         ]
@@ -112,7 +115,6 @@ class _MessageItem(_Text):
         """stretch: of the turn's content, as in Content."""
         super().__init__(index)
         self.stretch = stretch
-        self._logprobs: list[dict[str, Any]] = []
 
     def body(self, status: str) -> dict[str, Any]:
         return {
@@ -131,16 +133,8 @@ class _MessageItem(_Text):
             "logprobs": list(self._logprobs),
         }
 
-    def more(self, text: str, logprobs: list[dict[str, Any]]) -> list[Event]:
-        self._logprobs += logprobs
-        return super().more(text, logprobs)
-
-    def end(self, status: str) -> list[Event]:
-        done, *rest = super().end(status)
-        return [{**done, "logprobs": list(self._logprobs)}, *rest]
-
     def _scores(self, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"logprobs": logprobs}
+        return {"logprobs": list(logprobs)}
 
 
 class _CallItem(_Item):
