@@ -24,7 +24,12 @@ class _Item(ABC):
         self.id = f"{self.prefix}_{uuid.uuid4().hex}"
         self._place = {"item_id": self.id, "output_index": index}
         self._index = index
-        self.text = ""
+        self._pieces: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """What it says so far."""
+        return "".join(self._pieces)
 
     @abstractmethod
     def body(self, status: str) -> dict[str, Any]:
@@ -77,7 +82,7 @@ class _Text(_Item):
         return [*events, self._in_part("content_part.added", part=self._part())]
 
     def more(self, text: str, logprobs: list[dict[str, Any]]) -> list[Event]:
-        self.text += text
+        self._pieces.append(text)
         self._logprobs += logprobs
         return [self._in_part(f"{self.kind}.delta", delta=text, **self._scores(logprobs))]
 
@@ -155,7 +160,7 @@ class _CallItem(_Item):
         }
 
     def more(self, text: str, logprobs: list[dict[str, Any]]) -> list[Event]:
-        self.text += text
+        self._pieces.append(text)
         return [self._event("function_call_arguments.delta", delta=text)]
 
     def end(self, status: str) -> list[Event]:
