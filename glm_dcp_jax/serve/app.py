@@ -27,6 +27,7 @@ from glm_dcp_jax.serve.load import CountLoad
 from glm_dcp_jax.serve.metrics import Metrics
 from glm_dcp_jax.serve.parsing.parsers import Parsers
 from glm_dcp_jax.serve.request_names import NameRequests
+from glm_dcp_jax.serve.responses import endpoint as responses
 from glm_dcp_jax.serve.settings import ServerSettings
 from glm_dcp_jax.serve.tracing import Profiler
 
@@ -58,7 +59,8 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     app.root_path = settings.root_path
     app.state.context = context
     errors.install(app, on_invalid=kv_transfer.call_off_invalid)
-    for part in (completions, chat, tokens, prefix_cache, kv_transfer, profiling, status, status_page):
+    parts = (completions, chat, responses, tokens, prefix_cache, kv_transfer, profiling, status, status_page)
+    for part in parts:
         app.include_router(part.router)
     app.add_middleware(CountLoad, load=context.load)
     app.add_middleware(LimitBody, limit=most_bytes(engine.max_model_len))

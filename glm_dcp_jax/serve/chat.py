@@ -8,20 +8,19 @@ from typing import Any
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 
-from glm_dcp_jax.serve.chat_prompt import chat_token_ids
+from glm_dcp_jax.serve.chat_work import ChatWork
 from glm_dcp_jax.serve.context import Context, context_of
 from glm_dcp_jax.serve.deltas import Delta, Usage, deltas, token_ids_body, transfer_body, whole_deltas
 from glm_dcp_jax.serve.disconnect import while_connected
-from glm_dcp_jax.serve.errors import ApiError, json_response
+from glm_dcp_jax.serve.errors import json_response
 from glm_dcp_jax.serve.event_stream import EventStream
-from glm_dcp_jax.serve.generation import Work, complete, generate
+from glm_dcp_jax.serve.generation import complete, generate
 from glm_dcp_jax.serve.handover import Handover
-from glm_dcp_jax.serve.limits import check_logprobs, output_budget
-from glm_dcp_jax.serve.logprobs import chat_logprobs, prompt_logprobs_body
+from glm_dcp_jax.serve.logprobs import prompt_logprobs_body, token_logprobs
 from glm_dcp_jax.serve.protocol import ChatRequest
 from glm_dcp_jax.serve.request_names import Names, names_of
 from glm_dcp_jax.serve.strict_json import StrictRoute
-from glm_dcp_jax.serve.turns import NOTHING, Reading, Turns, delta_bodies
+from glm_dcp_jax.serve.turns import NOTHING, Turns, delta_bodies
 
 router = APIRouter(route_class=StrictRoute)
 
@@ -33,7 +32,7 @@ async def create_chat_completion(request: HttpRequest, body: ChatRequest) -> Res
     handover = Handover(context.engine, body.kv_transfer_params)
     with handover.guarded():
         context.require_ready()
-        chat = Chat(context, body, handover, names_of(request, "chatcmpl"))
+        chat = Chat(context, body, handover, names_of(request, "chatcmpl-"))
         if body.stream:
             return EventStream(
                 chat.stream(),
@@ -48,25 +47,20 @@ class Chat:
     """One request. Raises ApiError for what can be refused without rendering the prompt."""
 
     def __init__(self, context: Context, body: ChatRequest, handover: Handover, names: Names) -> None:
-        self._context, self._body, self._handover, self._names = context, body, handover, names
+        self._context, self._body, self._handover = context, body, handover
         self._head = {
             "id": names.answer,
             "object": "chat.completion.chunk" if body.stream else "chat.completion",
             "created": int(time.time()),
             "model": context.model(body.model),
         }
-        self._tokenizer = context.tokenizer("chat", "messages")
-        self._reading = Reading(context.parsers, self._tokenizer, body)
-        for field in ("top_logprobs", "prompt_logprobs"):
-            check_logprobs(field, getattr(body, field), context.settings.max_logprobs)
-        if body.top_logprobs and not body.logprobs:
-            raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
+        self._asked = ChatWork(context, body, handover, names.engine)
 
     async def whole(self) -> dict[str, Any]:
         """The answer, once everything is generated that is wanted."""
         usage = Usage()
-        work = await self._work()
-        turns = self._reading.turns(work.prompt, work.params.n)
+        work = await self._asked.work()
+        turns = self._asked.turns(work)
         [output] = await complete(self._context, [work], turns.see)
         usage.see(0, output)
         choices = [
@@ -83,8 +77,8 @@ class Chat:
         """The answer in chunks, as it is generated; each choice begins with its role."""
         usage = Usage()
         every_token = self._body.return_token_ids or self._body.logprobs
-        work = await self._work()
-        turns = self._reading.turns(work.prompt, work.params.n)
+        work = await self._asked.work()
+        turns = self._asked.turns(work)
         async with aclosing(deltas(generate(self._context, [work]), usage, every_token)) as new:
             async for delta in new:
                 turn = turns[delta.choice.index]
@@ -107,38 +101,6 @@ class Chat:
         if self._body.include_usage:
             yield {**self._head, "choices": [], "usage": usage.body()}
 
-    async def _work(self) -> Work:
-        body, engine = self._body, self._context.engine
-        prompt = await chat_token_ids(
-            self._tokenizer,
-            body,
-            self._context.settings.chat_template,
-            body.add_special_tokens,
-            engine.max_model_len,
-        )
-        named = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        max_tokens = output_budget(
-            len(prompt), getattr(body, named), engine.max_model_len, "messages", output_param=named
-        )
-        params = body.sampling_params(
-            engine.sampling_defaults,
-            max_tokens,
-            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            detokenize=True,
-            marked_token_ids=self._reading.marked_token_ids,
-            structured_outputs=self._reading.structured(prompt),
-        )
-        return Work(
-            self._names.engine,
-            prompt,
-            params,
-            "messages",
-            self._handover,
-            body.priority,
-            body.cache_salt,
-            self._reading.structured_by,
-        )
-
     def _plain_chunk(self, delta: Delta, said: dict[str, Any]) -> dict[str, Any]:
         choice = {"index": delta.choice.index, "delta": said, "logprobs": None, "finish_reason": None}
         return {**self._head, "choices": [choice]}
@@ -148,7 +110,11 @@ class Chat:
         logprobs = None
         if self._body.logprobs and choice.logprobs is not None:
             alternatives = self._body.top_logprobs or 0
-            logprobs = chat_logprobs(choice.token_ids, choice.logprobs, alternatives, self._tokenizer)
+            logprobs = {
+                "content": token_logprobs(
+                    choice.token_ids, choice.logprobs, alternatives, self._asked.tokenizer
+                )
+            }
         answer = {
             "index": choice.index,
             **content,

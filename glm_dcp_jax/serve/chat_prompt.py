@@ -24,8 +24,9 @@ async def chat_token_ids(
     template: str | None,
     add_special_tokens: bool,
     max_model_len: int,
+    blame: str = "messages",
 ) -> list[int]:
-    """Token ids of the rendered chat template (None: the checkpoint's).
+    """Token ids of the rendered chat template (None: the checkpoint's). blame: the request's field of the messages.
 
     Raises ApiError 400 if rendering fails or takes too long, if the template has no place for the tools, or if the text
     is too long for the model.
@@ -35,12 +36,10 @@ async def chat_token_ids(
     try:
         text = await asyncio.wait_for(asyncio.wrap_future(rendering), RENDER_SECONDS)
     except TimeoutError:
-        raise ApiError("the chat template took too long on these messages", param="messages") from None
+        raise ApiError("the chat template took too long on these messages", param=blame) from None
     except ValueError as error:  # ChatTemplateError among them
-        raise ApiError(str(error), param="messages") from error
-    return await asyncio.to_thread(
-        encode_within, tokenizer, text, add_special_tokens, max_model_len, "messages"
-    )
+        raise ApiError(str(error), param=blame) from error
+    return await asyncio.to_thread(encode_within, tokenizer, text, add_special_tokens, max_model_len, blame)
 
 
 def _render(tokenizer: Tokenizer, conversation: Conversation, source: str | None) -> str:

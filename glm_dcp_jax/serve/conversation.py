@@ -1,6 +1,7 @@
 """Messages and tools of a request, and what the chat template gets of them."""
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator, model_validator
@@ -15,17 +16,23 @@ MOST_TOOL_BYTES = 256 * 1024
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-def _text(value: Any) -> str:
-    """The text of a message: a string, or a list of text parts, which are joined by newlines (as in vLLM)."""
-    parts = [{"type": "text", "text": value}] if isinstance(value, str) else value
+def text_of(value: Any, kinds: Sequence[str] = ("text",)) -> str:
+    """The text of a message: a string, or a list of text parts, which are joined by newlines (as in vLLM).
+
+    kinds: the types that a part may have. Raises ValueError for anything but text.
+    """
+    parts = [{"type": kinds[0], "text": value}] if isinstance(value, str) else value
     if not isinstance(parts, list):
         raise ValueError("must be a string or a list of text parts")
     texts = []
     for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(
-                'only text is supported, as a string or as parts {"type": "text", "text": "..."}'
-            )
+        if (
+            not isinstance(part, dict)
+            or part.get("type") not in kinds
+            or not isinstance(part.get("text"), str)
+        ):
+            allowed = " or ".join(f'{{"type": "{kind}", "text": "..."}}' for kind in kinds)
+            raise ValueError(f"only text is supported, as a string or as parts {allowed}")
         texts.append(part["text"])
     return "\n".join(texts)
 
@@ -51,7 +58,10 @@ def _require_object_schema(parameters: Any) -> None:
     param = "function.parameters"
     if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
         raise refuse(param, 'must be the JSON schema of an object: {"type": "object", "properties": {...}}')
-    if not isinstance(parameters.get("properties", {}), dict):
+    properties = parameters.get("properties", {})
+    if not isinstance(properties, dict) or not all(
+        isinstance(schema, dict | bool) for schema in properties.values()
+    ):
         raise refuse(f"{param}.properties", "must be an object that maps names to JSON schemas")
 
 
@@ -118,7 +128,7 @@ class Message(Body):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
-        str | None, PlainValidator(_text, json_schema_input_type=str | list[dict[str, Any]])
+        str | None, PlainValidator(text_of, json_schema_input_type=str | list[dict[str, Any]])
     ] = None
     reasoning: str | None = None
     reasoning_content: str | None = None

@@ -15,6 +15,7 @@ from glm_dcp_jax.serve.errors import ApiError, ClientGone, internal_error
 
 _LOG = logging.getLogger(__name__)
 _HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+_COMMENT = b": keep-alive\n\n"
 
 
 class EventStream(Response):
@@ -27,6 +28,8 @@ class EventStream(Response):
     keep_alive: seconds without an event after which a comment is sent, which clients ignore and proxies count; 0 for
     never. A stream that is idle before its first event begins with one, so that a later error is an event.
     """
+
+    _last = b"data: [DONE]\n\n"
 
     def __init__(
         self,
@@ -53,7 +56,7 @@ class EventStream(Response):
             _LOG.exception("a streamed request failed")
             await self._fail(internal_error(), scope, receive, send)
         else:
-            await _end(send)
+            await self._end(send)
         finally:
             self._ended()
 
@@ -63,14 +66,60 @@ class EventStream(Response):
                 if not self._started:
                     self._started = True
                     await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-                await (_send_comment(send) if event is None else _send(send, orjson.dumps(event)))
+                await _send(send, _COMMENT if event is None else self._lines(event))
 
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         if self._started:
-            await _send(send, orjson.dumps(error.body))
-            await _end(send)
+            for event in self._failure(error):
+                await _send(send, self._lines(event))
+            await self._end(send)
         else:
             await error.response()(scope, receive, send)
+
+    async def _end(self, send: Send) -> None:
+        if self._last:
+            await _send(send, self._last)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _lines(self, event: dict[str, Any]) -> bytes:
+        return _data(orjson.dumps(event))
+
+    def _failure(self, error: ApiError) -> list[dict[str, Any]]:
+        return [error.body]
+
+
+class TypedEventStream(EventStream):
+    """Events that are named by their `type` and numbered by `sequence_number`, from 0, as /v1/responses has them."""
+
+    _last = b""
+
+    def __init__(
+        self,
+        events: AsyncGenerator[dict[str, Any], None],
+        stopping: asyncio.Event,
+        failure: Callable[[ApiError], list[dict[str, Any]]],
+        keep_alive: float = 0.0,
+    ) -> None:
+        """failure: the events that an error is, once others were sent."""
+        super().__init__(events, stopping, keep_alive=keep_alive)
+        self._failure_events = failure
+        self._sent = 0
+
+    def _lines(self, event: dict[str, Any]) -> bytes:
+        numbered = {**event, "sequence_number": self._sent}
+        self._sent += 1
+        return b"event: " + event["type"].encode() + b"\n" + _data(orjson.dumps(numbered))
+
+    def _failure(self, error: ApiError) -> list[dict[str, Any]]:
+        return self._failure_events(error)
+
+
+def _data(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"
+
+
+async def _send(send: Send, lines: bytes) -> None:
+    await send({"type": "http.response.body", "body": lines, "more_body": True})
 
 
 async def _or_idle(
@@ -101,16 +150,3 @@ async def _or_idle(
 
 async def _next(events: AsyncGenerator[dict[str, Any], None]) -> dict[str, Any] | None:
     return await anext(events, None)
-
-
-async def _send_comment(send: Send) -> None:
-    await send({"type": "http.response.body", "body": b": keep-alive\n\n", "more_body": True})
-
-
-async def _send(send: Send, data: bytes) -> None:
-    await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
-
-
-async def _end(send: Send) -> None:
-    await _send(send, b"[DONE]")
-    await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,4 +1,4 @@
-"""Logprobs in OpenAI's two shapes: parallel lists for completions, one object per token for chat."""
+"""Logprobs in OpenAI's two shapes: parallel lists for completions, one object per token for chats."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -47,13 +47,13 @@ def prompt_logprobs_body(logprobs: PromptLogprobs) -> list[dict[str, Any] | None
     ]
 
 
-def chat_logprobs(
-    token_ids: list[int],
-    logprobs: list[dict[int, Logprob]],
+def token_logprobs(
+    token_ids: Sequence[int],
+    logprobs: Sequence[dict[int, Logprob]],
     alternatives: int,
     tokenizer: Tokenizer,
-) -> dict[str, Any]:
-    """`choices[].logprobs` of /v1/chat/completions."""
+) -> list[dict[str, Any]]:
+    """`choices[].logprobs.content` of /v1/chat/completions, and `logprobs` of a message's text in /v1/responses."""
 
     def entry(token_id: int, logprob: Logprob) -> dict[str, Any]:
         raw = tokenizer.token_to_bytes(token_id)
@@ -63,7 +63,7 @@ def chat_logprobs(
     for token_id, entries in zip(token_ids, logprobs, strict=True):
         top = [entry(id, logprob) for id, logprob in _likeliest(entries, alternatives).items()]
         content.append({**entry(token_id, entries[token_id]), "top_logprobs": top})
-    return {"content": content}
+    return content
 
 
 def _likeliest(entries: dict[int, Logprob], count: int) -> dict[int, Logprob]:

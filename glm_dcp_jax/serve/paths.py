@@ -2,7 +2,7 @@
 
 from starlette.types import Scope
 
-GENERATING = ("/v1/completions", "/v1/chat/completions")
+GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 """Endpoints whose requests the engine runs."""
 
 

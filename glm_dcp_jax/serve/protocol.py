@@ -74,16 +74,13 @@ _SAMPLING = (
 """Fields that go to SamplingParams as they are."""
 
 
-class GenerationRequest(Request):
-    """What completions and chat have in common. None stands for SamplingParams' default.
+class SamplingRequest(Request):
+    """What all requests that generate have in common. None stands for SamplingParams' default.
 
-    response_format, structured_outputs, guided_*: what the output must look like, one of them. priority: lower runs
-    first, where the engine schedules by it. cache_salt: only requests with the same one share what
-    the prefix cache holds. kv_transfer_params: where another engine holds the prompt's cache, or that it is to be held
-    here for another.
+    structured_outputs: what the output must look like. priority: lower runs first, where the engine schedules by it.
+    cache_salt: only requests with the same one share what the prefix cache holds.
     """
 
-    n: StrictInt | None = None
     presence_penalty: StrictFloat | None = None
     frequency_penalty: StrictFloat | None = None
     repetition_penalty: StrictFloat | None = None
@@ -92,28 +89,38 @@ class GenerationRequest(Request):
     top_k: StrictInt | None = None
     min_p: StrictFloat | None = None
     seed: StrictInt | None = None
-    max_tokens: StrictInt | None = None
     min_tokens: StrictInt | None = None
     logit_bias: dict[str, StrictFloat] | None = None
     bad_words: Annotated[list[str] | None, PlainValidator(_strings, json_schema_input_type=list[str])] = None
     allowed_token_ids: list[StrictInt] | None = None
-    prompt_logprobs: StrictInt | None = None
     stop: Annotated[list[str], PlainValidator(_stop, json_schema_input_type=str | list[str])] = []
     stop_token_ids: list[StrictInt] | None = None
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    structured_outputs: dict[str, Any] | None = None
+    priority: StrictInt = 0
+    cache_salt: str = Field("", min_length=1)
+    stream: bool = False
+
+
+class GenerationRequest(SamplingRequest):
+    """What completions and chat have in common.
+
+    response_format, structured_outputs, guided_*: what the output must look like, one of them. kv_transfer_params:
+    where another engine holds the prompt's cache, or that it is to be held here for another.
+    """
+
+    n: StrictInt | None = None
+    max_tokens: StrictInt | None = None
+    prompt_logprobs: StrictInt | None = None
     return_token_ids: bool = False
     response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    priority: StrictInt = 0
-    cache_salt: str = Field("", min_length=1)
     kv_transfer_params: dict[str, Any] | None = None
-    stream: bool = False
     stream_options: StreamOptions | None = None
     _structured: StructuredOutputs | None = PrivateAttr(None)
     _structured_by: str = PrivateAttr("")
@@ -143,7 +150,11 @@ class GenerationRequest(Request):
     @property
     def structured_by(self) -> str:
         """The field that asks for structured outputs; empty if none does."""
-        return self._structured_by
+        return self.called(self._structured_by)
+
+    def called(self, field: str) -> str:
+        """What the client calls a field: its name, unless this request was made from one of another API."""
+        return field
 
     @property
     def include_usage(self) -> bool:

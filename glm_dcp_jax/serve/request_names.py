@@ -49,10 +49,10 @@ def names_of(request: Request, kind: str) -> Names:
     """kind: what ids of this endpoint begin with. Of X-Request-Id only what can stand in a log is taken."""
     given = _given(request.headers)
     if given is None:
-        name = f"{kind}-{REQUEST_ID.get() or uuid.uuid4().hex}"
+        name = kind + (REQUEST_ID.get() or uuid.uuid4().hex)
         return Names(name, name)
     # A client may say the same name twice, at once even.
-    return Names(f"{kind}-{given}", f"{kind}-{given}-{uuid.uuid4().hex[:8]}")
+    return Names(kind + given, f"{kind}{given}-{uuid.uuid4().hex[:8]}")
 
 
 def _given(headers: Headers) -> str | None:

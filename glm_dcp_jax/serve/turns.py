@@ -15,12 +15,23 @@ from glm_dcp_jax.serve.errors import ApiError
 from glm_dcp_jax.serve.parsing.forced_calls import forced_calls, json_answer
 from glm_dcp_jax.serve.parsing.parameters import Parameters
 from glm_dcp_jax.serve.parsing.parsers import Parsers, begins_in_reasoning
+from glm_dcp_jax.serve.parsing.stretches import TokenSorter
 from glm_dcp_jax.serve.parsing.tags import CALL_TAGS, REASONING_TAGS, Tag, TagTable
-from glm_dcp_jax.serve.parsing.turn import CallArguments, CallStart, Content, Part, Reasoning, TurnParser
+from glm_dcp_jax.serve.parsing.turn import (
+    CallArguments,
+    CallStart,
+    Content,
+    Part,
+    Reasoning,
+    Stretch,
+    TurnParser,
+)
 from glm_dcp_jax.serve.protocol import ChatRequest
 
 NOTHING: dict[str, Any] = {"content": ""}
 """`delta` of a chunk that has nothing but an end or tokens."""
+_PLAIN = (Stretch(Content, 0),)
+"""All that a turn without a parser has."""
 
 
 class Reading:
@@ -90,6 +101,11 @@ class Reading:
             )
         return replace(wanted, after_token=end)
 
+    @property
+    def tags_are_tokens(self) -> bool:
+        """Whether it can be said of each token what it belongs to."""
+        return self._table is None or not self._table.texts
+
     def _calls(self, tools: Sequence[dict[str, Any]], answer: str = "") -> StructuredOutputs:
         assert self._table is not None, "tools are parsed"
         several = not self._one_call and not isinstance(self._body.tool_choice, NamedTool)
@@ -104,21 +120,19 @@ class Reading:
     def turns(self, prompt: Sequence[int], count: int) -> "Turns":
         """The `count` turns that go on from a prompt."""
         if self._table is None:
-            return Turns([Turn(None, self) for _ in range(count)])
+            return Turns([Turn(None, self, TokenSorter({}, _PLAIN)) for _ in range(count)])
         thinks = self._thinks(prompt)
+        parsers = [TurnParser(self._table, thinks, self._functions, self._one_call) for _ in range(count)]
         return Turns(
-            [
-                Turn(TurnParser(self._table, thinks, self._functions, self._one_call), self)
-                for _ in range(count)
-            ]
+            [Turn(parser, self, TokenSorter(self._table.tokens, parser.stretches)) for parser in parsers]
         )
 
 
 class Turn:
-    """One output of a request. Without a parser, all that it says is content."""
+    """One output of a request. Without a parser, all that it says is content. sorter: of its tokens."""
 
-    def __init__(self, parser: TurnParser | None, reading: Reading) -> None:
-        self._parser, self._reading = parser, reading
+    def __init__(self, parser: TurnParser | None, reading: Reading, sorter: TokenSorter) -> None:
+        self._parser, self._reading, self.sorter = parser, reading, sorter
         self.done = False
         """Whether what was read is all that is wanted, whatever still comes."""
 
@@ -135,6 +149,12 @@ class Turn:
         if self._reading.shows_reasoning:
             return parts
         return [part for part in parts if not isinstance(part, Reasoning)]
+
+    def leaves_call_open(self, choice: CompletionOutput) -> bool:
+        """Whether it ended before its last call was whole. One that only lacks its end is, if nothing cut it off."""
+        if self._parser is None:
+            return False
+        return self._parser.cut or (self._parser.within_call and choice.finish_reason != "stop")
 
     def message(self, parts: Sequence[Part]) -> dict[str, Any]:
         """`message` of all parts that were read."""
@@ -190,32 +210,52 @@ class Turns(list[Turn]):
         """`message` of a turn, of what was kept."""
         return self[index].message(self._parts[index])
 
+    def parts(self, index: int) -> list[Part]:
+        """Of a turn, what was kept."""
+        return self._parts[index]
+
+
+def joined(parts: Sequence[Part]) -> list[Part]:
+    """The same, with the texts of neighbours of one kind in one part."""
+    return [_joined(list(alike)) for _, alike in groupby(parts, _kind)]
+
+
+def _joined(parts: list[Part]) -> Part:
+    first = parts[0]
+    if isinstance(first, CallStart):
+        return first
+    return replace(first, text="".join(part.text for part in parts if not isinstance(part, CallStart)))
+
 
 def delta_bodies(parts: Sequence[Part]) -> list[dict[str, Any]]:
     """`delta`s of parts, each with one kind of them."""
-    return [_delta(list(alike)) for _, alike in groupby(parts, _kind)]
+    return [_delta(part) for part in joined(parts)]
 
 
 def _kind(part: Part) -> tuple[type[Part], int]:
     return type(part), part.index if isinstance(part, CallStart | CallArguments) else 0
 
 
-def _delta(parts: list[Part]) -> dict[str, Any]:
-    """parts: of one kind."""
-    first = parts[0]
-    if isinstance(first, CallStart):
-        return {"tool_calls": [{"index": first.index, **_call_head(first)}]}
-    text = "".join(part.text for part in parts if not isinstance(part, CallStart))
-    if isinstance(first, CallArguments):
-        return {"tool_calls": [{"index": first.index, "function": {"arguments": text}}]}
-    return (
-        {"reasoning": text, "reasoning_content": text} if isinstance(first, Reasoning) else {"content": text}
-    )
+def _delta(part: Part) -> dict[str, Any]:
+    match part:
+        case CallStart():
+            return {"tool_calls": [{"index": part.index, **_call_head(part)}]}
+        case CallArguments():
+            return {"tool_calls": [{"index": part.index, "function": {"arguments": part.text}}]}
+        case Reasoning():
+            return {"reasoning": part.text, "reasoning_content": part.text}
+        case Content():
+            return {"content": part.text}
+
+
+def call_id() -> str:
+    """For a call that begins."""
+    return f"call_{uuid.uuid4().hex[:24]}"
 
 
 def _call_head(start: CallStart) -> dict[str, Any]:
     return {
-        "id": f"call_{uuid.uuid4().hex[:24]}",
+        "id": call_id(),
         "type": "function",
         "function": {"name": start.name, "arguments": ""},
     }

@@ -73,3 +73,14 @@ def ask(client_of) -> Callable:
         )
 
     return send
+
+
+@pytest.fixture
+def respond(client_of) -> Callable:
+    """Ask an engine that says this for a response; the answer."""
+
+    async def send(says: str | FakeEngine, settings=(), **body) -> httpx.Response:
+        engine = engine_that_says(says) if isinstance(says, str) else says
+        return await client_of(engine, **dict(settings)).post("/v1/responses", json={"input": "Hi", **body})
+
+    return send

@@ -94,6 +94,11 @@ def tool(**fields) -> dict:
         (tool(parameters=[]), "tools.0.function.parameters", "JSON schema of an object"),
         (tool(parameters={"type": "string"}), "tools.0.function.parameters", "JSON schema of an object"),
         (tool(parameters={"properties": []}), "tools.0.function.parameters.properties", "maps names"),
+        (
+            tool(parameters={"properties": {"a": "string"}}),
+            "tools.0.function.parameters.properties",
+            "maps names",
+        ),
         ({"tools": [FIND, TIME, FIND]}, "tools.2.function.name", "find is there twice"),
         ({"tools": [TIME] * 129}, "tools", "at most 128"),
         (tool(description="x" * MOST_TOOL_BYTES), "tools", f"at most {MOST_TOOL_BYTES} bytes"),

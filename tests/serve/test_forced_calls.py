@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jsonschema
 import numpy as np
 import pytest
-from written import ARGUMENTS, CALL, FIND, HELLO, TIME, engine_that_says, glm_tokenizer
+from written import ARGUMENTS, CALL, FIND, HELLO, TIME, engine_that_says, glm_tokenizer, written
 
 from glm_dcp_jax.demo.description import VOCABULARY
 from glm_dcp_jax.engine.grammars import Grammars, token_masks
@@ -134,6 +134,16 @@ def test_an_answer_in_json_or_calls(grammars, table):
                 check_call(*call)
             kinds.add(bool(said))
     assert kinds == {True, False}
+
+
+def test_a_parameter_that_may_be_anything_is_text(grammars, table):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": True}}}}
+    call = "<tool_call>f<arg_key>a</arg_key><arg_value>x {</arg_value></tool_call>"
+    state = grammars.compile(StructuredOutputs(grammar=forced_calls([tool], table, False)))
+    for token in written(call):
+        (mask,) = token_masks({0: (state, ())}, 1, VOCABULARY)
+        assert np.unpackbits(mask.view(np.uint8), bitorder="little")[token]
+        state.append(token)
 
 
 def test_a_tokenizer_without_the_tags_cannot_force():

@@ -106,6 +106,17 @@ def test_chat_and_its_stream_are_the_same(client, model):
     )  # what the first request computed
 
 
+def test_a_response_and_its_stream_are_the_same(client, model):
+    asked = {"model": model, "input": "Who?", "temperature": 0, "max_output_tokens": 8}
+    whole = client.responses.create(**asked)
+    *_, last = client.responses.create(**asked, stream=True)
+    assert last.type == "response.incomplete" and whole.incomplete_details.reason == "max_output_tokens"
+    assert last.response.output[0].content == whole.output[0].content
+    answers = {"type": "json_schema", "name": "answer", "schema": {"enum": ["yes", "no"]}}
+    asked |= {"text": {"format": answers}, "reasoning": {"effort": "none"}}
+    assert json.loads(client.responses.create(**asked).output_text) in ("yes", "no")
+
+
 def test_structured_outputs_are_what_was_asked_for(client, model):
     schema = {
         "type": "object",

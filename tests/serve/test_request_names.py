@@ -14,7 +14,7 @@ def request(name: str | None) -> Request:
 
 
 def test_answers_have_the_clients_name_and_engines_one_that_nobody_else_has():
-    one, other = names_of(request("mine-1"), "cmpl"), names_of(request("mine-1"), "cmpl")
+    one, other = names_of(request("mine-1"), "cmpl-"), names_of(request("mine-1"), "cmpl-")
     assert one.answer == other.answer == "cmpl-mine-1"
     assert one.engine != other.engine
     assert re.fullmatch("cmpl-mine-1-[0-9a-f]{8}", one.engine)
@@ -22,5 +22,5 @@ def test_answers_have_the_clients_name_and_engines_one_that_nobody_else_has():
 
 @pytest.mark.parametrize("name", [None, "", "two words", "line\nbreak", "x" * 129, "h\u00e9"], ids=repr)
 def test_without_one_that_can_stand_in_a_log_a_name_is_made(name):
-    names = names_of(request(name), "chatcmpl")
+    names = names_of(request(name), "chatcmpl-")
     assert names.answer == names.engine and re.fullmatch("chatcmpl-[0-9a-f]{32}", names.answer)

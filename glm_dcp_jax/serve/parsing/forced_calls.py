@@ -70,8 +70,10 @@ def _value(key: str, described: Any, schema: Mapping[str, Any], parameters: Para
     return json_rule({**definitions, **described}, COMPACT)
 
 
-def _words(described: Mapping[str, Any]) -> list[str]:
+def _words(described: Any) -> list[str]:
     """The only texts that a schema allows, if it lists them."""
+    if not isinstance(described, Mapping):
+        return []
     listed = [described["const"]] if "const" in described else described.get("enum")
     words = listed if isinstance(listed, list) else []
     return words if all(isinstance(word, str) and word.strip() for word in words) else []

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from glm_dcp_jax.engine.outputs import Mark
@@ -25,9 +25,10 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """More of what it says."""
+    """More of what it says. stretch: as in Stretch."""
 
     text: str
+    stretch: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,17 @@ class CallArguments:
 
 
 Part = Reasoning | Content | CallStart | CallArguments
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """What tokens between two tags belong to. number: of the stretch of reasoning or content, in the turn.
+
+    kind: None within `<tool_call>` as long as what follows may still be no name.
+    """
+
+    kind: type[Reasoning] | type[Content] | type[CallStart] | None
+    number: int
 
 
 class _Within(Enum):
@@ -76,6 +88,7 @@ class TurnParser:
     ) -> None:
         """in_reasoning: whether the prompt ends there. tools: by name. one_call: nothing is of interest after one."""
         self._scanner = TagScanner(table)
+        self._texts = table.texts
         self._tools = tools
         self._one_call = one_call
         self._thinks = in_reasoning
@@ -85,10 +98,15 @@ class TurnParser:
         self._name = self._key = ""
         self._arguments: ArgumentsWriter | None = None
         self._parts: list[Part] = []
+        self._stretch = 0
+        self.stretches = [self._here]
+        """What comes at the turn's beginning, and behind each tag so far that is a token."""
         self.calls = 0
         """Calls so far."""
         self.cut = False
         """Whether the turn ended within a key or a value of a call, or between them."""
+        self.within_call = False
+        """Whether the turn ended before the end of a call."""
         self.done = False
         """Whether nothing that may still come is of interest."""
 
@@ -104,6 +122,7 @@ class TurnParser:
             if self._within is _Within.NAME and self._name.strip() not in self._tools:
                 self._take_back_call()
             elif self._within is not _Within.SPEECH:
+                self.within_call = True
                 self._end_call()
             elif self._blanks and not self._thinks and not self.calls:
                 self._say("".join(self._blanks))
@@ -116,6 +135,8 @@ class TurnParser:
                 continue  # the scanner must see all of it
             if isinstance(item, Tag):
                 self._take_tag(item)
+                if item not in self._texts:
+                    self.stretches.append(self._here)
             else:
                 self._take_text(item)
         return self._drain()
@@ -123,6 +144,23 @@ class TurnParser:
     def _drain(self) -> list[Part]:
         parts, self._parts = self._parts, []
         return parts
+
+    @property
+    def _here(self) -> Stretch:
+        match self._within:
+            case _Within.SPEECH:
+                return Stretch(Reasoning if self._thinks else Content, self._stretch)
+            case _Within.NAME:
+                return Stretch(None, self._stretch)
+            case _:
+                return Stretch(CallStart, self._stretch)
+
+    def _settle(self) -> None:
+        """What began with `<tool_call>` is known now."""
+        place = len(self.stretches)
+        while place and self.stretches[place - 1].kind is None:
+            place -= 1
+            self.stretches[place] = self._here
 
     def _take_text(self, text: str) -> None:
         match self._within:
@@ -194,16 +232,18 @@ class TurnParser:
         self._say(text)
 
     def _say(self, text: str) -> None:
-        self._parts.append(Reasoning(text) if self._thinks else Content(text))
+        self._parts.append(Reasoning(text) if self._thinks else Content(text, self._stretch))
 
     def _listen(self, thinks: bool) -> None:
         """Speech may begin."""
         self._within, self._thinks, self._blanks = _Within.SPEECH, thinks, []
         self._key = ""
+        self._stretch += 1
 
     def _take_back_call(self) -> None:
         """What followed `<tool_call>` is no name: all that is text, of what it stands in."""
         self._within = _Within.SPEECH
+        self._settle()
         self._speak(Tag.CALL.value + self._name)
 
     @property
@@ -218,6 +258,7 @@ class TurnParser:
     def _begin_call(self) -> None:
         name = self._name.strip()
         self._within, self._key = _Within.GAP, ""
+        self._settle()
         self._arguments = ArgumentsWriter(self._tools.get(name) or Parameters(None))
         self._parts.append(CallStart(self.calls, name))
         self.calls += 1

@@ -1,0 +1,1 @@
+"""/v1/responses: a conversation that comes as items, goes on as items, and is kept nowhere."""
