@@ -14,12 +14,13 @@ from live import live_server
 from glm_dcp_jax.config import engine_config
 
 pytestmark = pytest.mark.anyio
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 RELEASE = "/v1/kv_transfer/release"
 BODIES = {
     COMPLETIONS: {"prompt": "a", "max_tokens": 1},
     CHAT: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+    RESPONSES: {"input": "a", "max_output_tokens": 1},
     TOKENIZE: {"prompt": "a"},
     DETOKENIZE: {"tokens": [5]},
     RELEASE: {"kv_transfer_params": {"remote_key": "k"}},
@@ -27,6 +28,7 @@ BODIES = {
 REQUIRED = {
     COMPLETIONS: "prompt",
     CHAT: "messages",
+    RESPONSES: "input",
     TOKENIZE: "prompt",
     DETOKENIZE: "tokens",
     RELEASE: "kv_transfer_params",

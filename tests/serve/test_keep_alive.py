@@ -59,3 +59,14 @@ async def test_a_stopped_stream_with_comments_is_aborted(client_of):
     answer = await client.post("/v1/completions", json={"prompt": "a", "stream": True})
     assert "the server is shutting down" in lines_of(answer.text)[-2]
     assert len(engine.aborted) == 1 and not engine.running
+
+
+async def test_responses_get_comments_beside_their_numbered_events(client_of):
+    client = client_of(FakeEngine(delay=0.25), sse_keep_alive_interval=0.1)
+    answer = await client.post("/v1/responses", json={"input": "a", "max_output_tokens": 2, "stream": True})
+    lines = lines_of(answer.text)
+    events = [line for line in lines if line != COMMENT]
+    assert 3 <= lines.count(COMMENT) <= 5 and all(line.startswith("event: response.") for line in events)
+    assert [f'"sequence_number":{number}' in line for number, line in enumerate(events)] == [True] * len(
+        events
+    )
