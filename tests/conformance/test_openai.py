@@ -54,7 +54,7 @@ def test_completions_agree_in_every_way(url, client, model):
         return answer.choices[0].text, "".join(pieces)
 
     assert {whole.choices[0].text, streamed, *run_async(url, call)} == {whole.choices[0].text}
-    assert whole.usage.completion_tokens == 12
+    assert 0 < whole.usage.completion_tokens <= 12
 
 
 def test_chats_agree_in_every_way(url, client, model):
