@@ -74,9 +74,11 @@ class Terminal:
             self._note(f"\nerror: {error}")
 
     def _show(self, answer: Iterable[Piece]) -> None:
-        reasons, ended = False, None
+        reasons, left_out, said, ended = False, False, False, None
         for piece in answer:
             ended = piece.finish_reason or ended
+            left_out |= bool(piece.reasoning) and not self._is_terminal
+            said |= bool(piece.text)
             if piece.reasoning and self._is_terminal:
                 self._write(_DIM + self._safe(piece.reasoning) + _PLAIN)
                 reasons = True
@@ -84,6 +86,8 @@ class Terminal:
                 self._write(("\n\n" if reasons else "") + self._safe(piece.text))
                 reasons = False
         self._write("\n")
+        if left_out and not said:
+            self._note("(the model only reasoned, which is shown in a terminal alone)")
         if ended == "length":
             self._note("(cut off: it is as long as it may be; see --max-tokens)")
 

@@ -32,7 +32,7 @@ async def create_chat_completion(request: HttpRequest, body: ChatRequest) -> Res
     handover = Handover(context.engine, body.kv_transfer_params)
     with handover.guarded():
         context.require_ready()
-        chat = Chat(context, body, handover, names_of(request, "chatcmpl-"))
+        chat = Chat(context, body, handover, names_of(request, "chatcmpl-", body.request_id))
         if body.stream:
             return EventStream(
                 chat.stream(),

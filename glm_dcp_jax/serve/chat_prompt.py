@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 from glm_dcp_jax.engine.chat_template import ChatTemplate
 from glm_dcp_jax.engine.tokenizer import Tokenizer
-from glm_dcp_jax.serve.conversation import Conversation, Effort
+from glm_dcp_jax.serve.conversation import Conversation, Effort, Thinking
 from glm_dcp_jax.serve.errors import ApiError
 from glm_dcp_jax.serve.limits import encode_within
 from glm_dcp_jax.transfer.daemon_pool import DaemonPool
@@ -52,8 +52,14 @@ def _render(tokenizer: Tokenizer, conversation: Conversation, source: str | None
         source,
         conversation.add_generation_prompt,
         **({"tools": tools} if tools else {}),
-        **_effort(conversation.reasoning_effort, template) | (conversation.chat_template_kwargs or {}),
+        **_effort(conversation.reasoning_effort, template)
+        | _thinking(conversation.thinking)
+        | (conversation.chat_template_kwargs or {}),
     )
+
+
+def _thinking(wanted: Thinking | None) -> dict[str, Any]:
+    return {} if wanted is None else {"enable_thinking": wanted.type == "enabled"}
 
 
 def _effort(wanted: str | None, template: ChatTemplate) -> dict[str, Any]:

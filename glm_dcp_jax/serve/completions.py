@@ -35,7 +35,7 @@ async def create_completion(request: HttpRequest, body: CompletionRequest) -> Re
     handover = Handover(context.engine, body.kv_transfer_params)
     with handover.guarded():
         context.require_ready()
-        completion = Completion(context, body, handover, names_of(request, "cmpl-"))
+        completion = Completion(context, body, handover, names_of(request, "cmpl-", body.request_id))
         if body.stream:
             return EventStream(
                 completion.stream(),

@@ -160,6 +160,12 @@ class Message(Body):
         return {**fields, "role": "system"} if self.role == "developer" else fields
 
 
+class Thinking(Body):
+    """Whether to reason, as GLM's own API has it."""
+
+    type: Literal["enabled", "disabled"]
+
+
 class Conversation(Request):
     """Messages and tools, and how the chat template makes a prompt of them."""
 
@@ -174,6 +180,7 @@ class Conversation(Request):
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Effort | None = None
+    thinking: Thinking | None = None
 
     @model_validator(mode="after")
     def _reserved_names(self) -> "Conversation":

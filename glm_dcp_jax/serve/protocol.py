@@ -78,7 +78,8 @@ class SamplingRequest(Request):
     """What all requests that generate have in common. None stands for SamplingParams' default.
 
     structured_outputs: what the output must look like. priority: lower runs first, where the engine schedules by it.
-    cache_salt: only requests with the same one share what the prefix cache holds.
+    cache_salt: only requests with the same one share what the prefix cache holds. request_id: what the answer's id
+    holds, unless there is a header X-Request-Id.
     """
 
     presence_penalty: StrictFloat | None = None
@@ -101,6 +102,7 @@ class SamplingRequest(Request):
     structured_outputs: dict[str, Any] | None = None
     priority: StrictInt = 0
     cache_salt: str = Field("", min_length=1)
+    request_id: str | None = None
     stream: bool = False
 
 
@@ -275,8 +277,10 @@ class TokenizeRequest(Conversation):
 
     @model_validator(mode="after")
     def _one_of_both(self) -> "TokenizeRequest":
-        if (self.prompt is None) == (not self.messages):
+        if ("prompt" in self.model_fields_set) == ("messages" in self.model_fields_set):
             raise refuse("prompt", "give either prompt or messages")
+        if self.prompt is None and not self.messages:
+            raise refuse("messages", "must be at least one")
         return self
 
 

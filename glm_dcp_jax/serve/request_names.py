@@ -8,6 +8,7 @@ from fastapi import Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from glm_dcp_jax.serve.errors import ApiError
 from glm_dcp_jax.serve.logs import REQUEST_ID
 
 HEADER = "x-request-id"
@@ -45,9 +46,14 @@ class NameRequests:
         await self._app(scope, receive, send_named)
 
 
-def names_of(request: Request, kind: str) -> Names:
-    """kind: what ids of this endpoint begin with. Of X-Request-Id only what can stand in a log is taken."""
-    given = _given(request.headers)
+def names_of(request: Request, kind: str, wanted: str | None = None) -> Names:
+    """kind: what ids of this endpoint begin with. wanted: the body's `request_id`, if the header gives none.
+
+    Of X-Request-Id only what can stand in a log is taken. Raises ApiError 400 for a `request_id` that cannot.
+    """
+    if wanted is not None and not _SPEAKABLE.fullmatch(wanted):
+        raise ApiError("request_id must be 1 to 128 visible ASCII characters", param="request_id")
+    given = _given(request.headers) or wanted
     if given is None:
         name = kind + (REQUEST_ID.get() or uuid.uuid4().hex)
         return Names(name, name)

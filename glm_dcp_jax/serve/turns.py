@@ -133,6 +133,7 @@ class Turn:
 
     def __init__(self, parser: TurnParser | None, reading: Reading, sorter: TokenSorter) -> None:
         self._parser, self._reading, self.sorter = parser, reading, sorter
+        self._thought = False
         self.done = False
         """Whether what was read is all that is wanted, whatever still comes."""
 
@@ -146,6 +147,7 @@ class Turn:
         self.done = self._parser.done
         if new.finished:
             parts += self._parser.finish()
+        self._thought |= any(isinstance(part, Reasoning) for part in parts)
         if self._reading.shows_reasoning:
             return parts
         return [part for part in parts if not isinstance(part, Reasoning)]
@@ -166,7 +168,10 @@ class Turn:
                 calls.append(_call_head(part))
             elif isinstance(part, CallArguments):
                 calls[part.index]["function"]["arguments"] += part.text
-        message: dict[str, Any] = {"role": "assistant", "content": said or (None if calls or thought else "")}
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": said or (None if calls or self._thought else ""),
+        }
         if self._reading.has_reasoning:
             message |= {"reasoning": thought or None, "reasoning_content": thought or None}
         return {**message, "tool_calls": calls} if calls else message

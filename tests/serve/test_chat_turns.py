@@ -83,8 +83,16 @@ class TestWhole:
         assert answer["choices"][0]["message"]["content"] == "So"
         assert answer["usage"]["completion_tokens"] == len(written("hm</think>So")) + 1
 
+    async def test_content_is_null_where_reasoning_alone_is_left_out(self, ask):
+        [choice] = (await ask("hm", include_reasoning=False)).json()["choices"]
+        assert (choice["message"]["content"], choice["message"]["reasoning"]) == (None, None)
+
     async def test_without_thinking_all_is_content(self, ask):
-        for off in ({"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_effort": "none"}):
+        for off in (
+            {"chat_template_kwargs": {"enable_thinking": False}},
+            {"reasoning_effort": "none"},
+            {"thinking": {"type": "disabled"}},
+        ):
             [choice] = (await ask("hm", **off)).json()["choices"]
             assert (choice["message"]["content"], choice["message"]["reasoning"]) == ("hm", None)
 

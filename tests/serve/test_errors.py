@@ -1,13 +1,18 @@
 """Every wrong request gets a status, a message and the field to blame, and the next one is served."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from answers import events
 from fake_engine import FakeEngine
 
 from glm_dcp_jax.engine.waiting import QueueFull
+from glm_dcp_jax.serve import unsupported
 from glm_dcp_jax.serve.body_limit import most_bytes
+from glm_dcp_jax.serve.conversation import Message
+from glm_dcp_jax.serve.protocol import ChatRequest, CompletionRequest
 
 pytestmark = pytest.mark.anyio
 COMPLETIONS = "/v1/completions"
@@ -166,6 +171,11 @@ async def test_completions_have_no_tools(post):
     "fields",
     [
         {"best_of": 3},
+        {"early_stopping": True},
+        {"service_tier": "flex"},
+        {"store": True},
+        {"verbosity": "low"},
+        {"data_parallel_rank": 0},
         {"guided_whitespace_pattern": " "},
         {"guided_decoding_backend": "outlines"},
         {"suffix": "end"},
@@ -181,6 +191,16 @@ async def test_what_is_not_supported_is_refused_by_name(client, path, fields):
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == name
     assert answer.json()["error"]["message"].startswith(f"{name}: is not supported")
+
+
+def test_the_docs_name_all_fields_that_no_request_has():
+    everything = {name for body in (ChatRequest, CompletionRequest, Message) for name in body.model_fields}
+    missing = set(unsupported._HARMLESS) - everything
+    text = (
+        (Path(__file__).parents[2] / "docs" / "server.md").read_text().partition("**Unsupported fields**")[2]
+    )
+    listed = text.partition("these are not there:")[2].partition("- **")[0]
+    assert missing == set(re.findall("`([a-z_]+)`", listed)) - {"structured_outputs"}
 
 
 async def test_chat_has_no_echo(post):

@@ -240,7 +240,6 @@ async def test_methods_that_a_path_does_not_take(client, path):
     [
         "/v1",
         "//v1/models",
-        "/v1/models/x/y",
         "/v1/%00",
         "/V1/models",
         "/v1/" + "x" * 60_000,

@@ -5,6 +5,7 @@ import re
 import pytest
 from starlette.requests import Request
 
+from glm_dcp_jax.serve.errors import ApiError
 from glm_dcp_jax.serve.request_names import names_of
 
 
@@ -18,6 +19,14 @@ def test_answers_have_the_clients_name_and_engines_one_that_nobody_else_has():
     assert one.answer == other.answer == "cmpl-mine-1"
     assert one.engine != other.engine
     assert re.fullmatch("cmpl-mine-1-[0-9a-f]{8}", one.engine)
+
+
+def test_a_body_may_say_the_name_where_no_header_does():
+    assert names_of(request(None), "cmpl-", "mine-2").answer == "cmpl-mine-2"
+    assert names_of(request("mine-1"), "cmpl-", "mine-2").answer == "cmpl-mine-1"
+    with pytest.raises(ApiError, match="request_id must be 1 to 128 visible ASCII characters") as refused:
+        names_of(request(None), "cmpl-", "two words")
+    assert refused.value.param == "request_id"
 
 
 @pytest.mark.parametrize("name", [None, "", "two words", "line\nbreak", "x" * 129, "h\u00e9"], ids=repr)

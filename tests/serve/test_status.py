@@ -10,6 +10,10 @@ pytestmark = pytest.mark.anyio
 
 async def test_models_are_listed_under_all_their_names(client):
     cards = (await client.get("/v1/models")).json()
+    for card in cards["data"]:
+        assert (await client.get(f"/v1/models/{card['id']}")).json() == card
+    unknown = await client.get("/v1/models/x/y")
+    assert unknown.status_code == 404 and unknown.json()["error"]["param"] == "model"
     assert cards["object"] == "list"
     assert [card["id"] for card in cards["data"]] == ["fake", "alias"]
     assert cards["data"][0]["root"] == "somewhere/fake" and cards["data"][0]["max_model_len"] == 64

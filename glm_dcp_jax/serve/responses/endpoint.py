@@ -32,7 +32,7 @@ async def create_response(request: HttpRequest, body: ResponsesRequest) -> Respo
     """Go on with a conversation that comes whole."""
     context = context_of(request)
     context.require_ready()
-    answer = Answer(context, body, names_of(request, "resp_"))
+    answer = Answer(context, body, names_of(request, "resp_", body.request_id))
     if body.stream:
         return TypedEventStream(
             answer.stream(), context.stopping, answer.failure, context.settings.sse_keep_alive_interval

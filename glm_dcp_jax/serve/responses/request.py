@@ -162,6 +162,7 @@ class ResponsesRequest(SamplingRequest):
     include_reasoning: bool = True
     unsupported = {
         "background": NOTHING,
+        "thinking": NOTHING,
         "context_management": NOTHING,
         "conversation": NOTHING,
         "moderation": NOTHING,
