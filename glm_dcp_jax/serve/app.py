@@ -55,6 +55,8 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
         version=__version__,
         lifespan=lifespan,
         responses=errors.DOCUMENTED,
+        docs_url=None,  # FastAPI's pages load scripts from elsewhere
+        redoc_url=None,
     )
     app.root_path = settings.root_path
     app.state.context = context

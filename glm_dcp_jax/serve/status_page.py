@@ -1,11 +1,10 @@
-"""GET /: a page for people that shows how the server does. GET /status.json: what it shows, for programs."""
+"""GET / and /docs: pages for people, of how the server does and of its API.
 
-import base64
-import hashlib
-import re
+GET /status.json: what the first one shows, for programs.
+"""
+
 import time
 from collections.abc import Iterable
-from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
@@ -14,24 +13,25 @@ from glm_dcp_jax._version import __version__
 from glm_dcp_jax.serve.context import Context, context_of
 from glm_dcp_jax.serve.errors import json_response
 from glm_dcp_jax.serve.interface import EngineStats
+from glm_dcp_jax.serve.pages import Page
 
 if TYPE_CHECKING:
     from glm_dcp_jax.engine.kv_connector import TransferStats  # loads jax
 
 router = APIRouter()
-_PAGE = resources.files(__package__).joinpath("status_page.html").read_text("utf-8")
+_PAGE, _DOCS = Page("status_page.html"), Page("api_docs.html")
 
 
 @router.get("/", include_in_schema=False)
 async def page() -> Response:
     """The page. It asks for /status.json and for nothing else."""
-    headers = {
-        "Content-Security-Policy": _POLICY,
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-cache",
-    }
-    return Response(_PAGE, media_type="text/html", headers=headers)
+    return _PAGE.answer()
+
+
+@router.get("/docs", include_in_schema=False)
+async def docs() -> Response:
+    """The endpoints and their fields, of /openapi.json."""
+    return _DOCS.answer()
 
 
 @router.get("/status.json")
@@ -139,20 +139,3 @@ def _percentiles(values: Iterable[float]) -> dict[str, float | None]:
         "p50": ordered[(count - 1) // 2] if count else None,
         "p99": ordered[-(-99 * count // 100) - 1] if count else None,
     }
-
-
-def _policy(page: str) -> str:
-    """What a browser may run and load on the page: its own script and style, and answers of this server."""
-
-    def hash_of(tag: str) -> str:
-        found = re.search(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-        assert found is not None, tag
-        return base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()
-
-    return (
-        f"default-src 'none'; script-src 'sha256-{hash_of('script')}'; style-src 'sha256-{hash_of('style')}'; "
-        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
-
-
-_POLICY = _policy(_PAGE)

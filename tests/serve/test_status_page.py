@@ -99,8 +99,9 @@ class TestJson:
                 "where the model lies is the API's to tell, behind its key"
             )
 
-    async def test_the_page_may_load_nothing_from_elsewhere(self, client):
-        answer = await client.get("/")
+    @pytest.mark.parametrize("path", ["/", "/docs"])
+    async def test_pages_may_load_nothing_from_elsewhere(self, client, path):
+        answer = await client.get(path)
         assert answer.headers["content-type"] == "text/html; charset=utf-8"
         policy = answer.headers["content-security-policy"]
         assert policy.startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in policy
@@ -163,6 +164,16 @@ class TestPage:
             assert set(tab.requested) == {url + "/", url + "/status.json"}
         tab.wait_for("state", "no answer")
         assert "has not answered since" in tab.text("notice")
+
+    def test_the_api_is_shown_without_anything_from_elsewhere(self, browser):
+        with live_server(FakeEngine()) as url:
+            tab = browser.open(url + "/docs")
+            tab.wait_for("title", lambda text: text.startswith("glm_dcp_jax"))
+            described = httpx.get(url + "/openapi.json").json()["paths"]
+            text = tab.value("document.getElementById('operations').textContent")
+            assert all(path in text for path in described) and "max_completion_tokens" in text
+            assert tab.complaints == []
+            assert set(tab.requested) == {url + "/docs", url + "/openapi.json"}
 
     def test_names_are_text_and_not_markup(self, browser):
         name = '<img src=x onerror="document.title = 1"><b>m</b>'
