@@ -106,9 +106,10 @@ class Reading:
         if self._table is None:
             return Turns([Turn(None, self) for _ in range(count)])
         thinks = self._thinks(prompt)
+        bound = bool(self.structured_by)
         return Turns(
             [
-                Turn(TurnParser(self._table, thinks, self._functions, self._one_call), self)
+                Turn(TurnParser(self._table, thinks, self._functions, self._one_call, bound), self)
                 for _ in range(count)
             ]
         )
