@@ -1,5 +1,6 @@
 """Structured outputs: which tokens may come next, by llguidance, as bits of a row."""
 
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -103,9 +104,17 @@ class _Vocabulary:
         self.eos_token_id = vocab_size
         self.tokens = [*map(tokenizer.token_to_bytes, range(vocab_size)), b"<end>"]
         self.special_token_ids = [*tokenizer.added_tokens.values(), vocab_size]
+        within = [
+            f"(?<={re.escape(name[0])})(?={re.escape(name[1:])})"
+            for name in tokenizer.added_tokens
+            if len(name) > 1
+        ]
+        self._within_markup = re.compile("|".join(within) or r"(?!)")
 
     def __call__(self, text: bytes) -> list[int]:
-        return self._tokenizer.encode(text.decode(errors="replace"), add_special_tokens=False)
+        """Tokens of a text; one that spells markup is cut within it, so that none of them is markup."""
+        pieces = self._within_markup.split(text.decode(errors="replace"))
+        return [token for piece in pieces for token in self._tokenizer.encode(piece, add_special_tokens=False)]
 
 
 class Grammar:

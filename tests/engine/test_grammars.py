@@ -318,3 +318,15 @@ def test_rules_may_refer_to_one_another_as_deep_as_they_like(grammars, kind):
     }
     grammar = grammars.compile(StructuredOutputs(**{kind: wanted[kind]}))
     assert token_masks({0: (grammar, ())}, 1, VOCABULARY).any() and not grammar.error
+
+
+@pytest.mark.parametrize("text", ["a<tool_call>b", "</arg_key>", "<|user|><|user|>"])
+def test_text_that_spells_markup_is_text(tokenizer, grammars, ends, text):
+    """Where only one text may come, llguidance asks the tokenizer which tokens it is."""
+    grammar, output = grammars.compile(StructuredOutputs(choice=[text])), []
+    while ends[0] not in output:
+        (mask,) = token_masks({0: (grammar, ())}, 1, VOCABULARY)
+        output.append(next(token for token in range(VOCABULARY) if allowed(mask, token)))
+        grammar.append(output[-1])
+    assert not set(output[:-1]) & set(tokenizer.added_tokens.values())
+    assert b"".join(map(tokenizer.token_to_bytes, output[:-1])) == text.encode()
