@@ -114,7 +114,9 @@ class _Vocabulary:
     def __call__(self, text: bytes) -> list[int]:
         """Tokens of a text; one that spells markup is cut within it, so that none of them is markup."""
         pieces = self._within_markup.split(text.decode(errors="replace"))
-        return [token for piece in pieces for token in self._tokenizer.encode(piece, add_special_tokens=False)]
+        return [
+            token for piece in pieces for token in self._tokenizer.encode(piece, add_special_tokens=False)
+        ]
 
 
 class Grammar:

@@ -39,7 +39,9 @@ class ArgumentRules:
             )
         properties, required = stated.get("properties"), stated.get("required")
         self._properties = dict(properties) if isinstance(properties, dict) else {}
-        self.required = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+        self.required = (
+            [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+        )
         for name in self.required:
             self._properties.setdefault(name, stated.get("additionalProperties", True))
         for name in [name for name, schema in self._properties.items() if schema is False or not name]:

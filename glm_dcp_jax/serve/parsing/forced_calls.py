@@ -9,7 +9,6 @@ from glm_dcp_jax.serve.parsing.argument_rules import COMPACT, FREE_TEXTS, Argume
 from glm_dcp_jax.serve.parsing.tags import CALL_TAGS, Tag, TagTable
 
 
-
 def forced_calls(tools: Sequence[Mapping[str, Any]], table: TagTable, several: bool, answer: str = "") -> str:
     """A Lark grammar of one call, or of one or `several`, to these tools; arguments come in their schemas' order.
 

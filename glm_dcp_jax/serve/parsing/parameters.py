@@ -72,9 +72,9 @@ class Parameters:
             return self._types_of(self.resolve(reference), seen)
         if "type" in schema:
             kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-            stated = frozenset("number" if kind == "integer" else str(kind) for kind in kinds)
+            named = frozenset("number" if kind == "integer" else str(kind) for kind in kinds)
             listed = _listed(schema)
-            return stated if listed is None else stated & listed
+            return named if listed is None else named & listed
         if (listed := _listed(schema)) is not None:
             return listed
         for choice in ("anyOf", "oneOf"):
