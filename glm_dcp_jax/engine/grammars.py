@@ -22,6 +22,8 @@ WORD = 32
 """Tokens of a mask's element."""
 _KEPT = 256
 """Compiled grammars that are kept for requests to come."""
+_KEPT_BYTES = 8 << 20
+"""Of what they were compiled from, in all: one may take a hundred times its length."""
 _LONGEST_ERROR = 300
 Result = TypeVar("Result")
 _LIMITS = LLParserLimits(verbose_errors=False)
@@ -70,9 +72,13 @@ class Grammars:
             compiled = _Compiled(_with_deep_stack(lambda: self._compile(wanted)))
             with self._lock:
                 self._compiled[key] = compiled
-                while len(self._compiled) > _KEPT:
+                while len(self._compiled) > 1 and self._keeps_too_much:
                     self._compiled.popitem(last=False)
         return Grammar(compiled, wanted.after_token, self._eos, self._vocab_size)
+
+    @property
+    def _keeps_too_much(self) -> bool:
+        return len(self._compiled) > _KEPT or sum(map(len, self._compiled)) > _KEPT_BYTES
 
     def _compile(self, wanted: StructuredOutputs) -> LLMatcher:
         try:

@@ -330,3 +330,13 @@ def test_text_that_spells_markup_is_text(tokenizer, grammars, ends, text):
         grammar.append(output[-1])
     assert not set(output[:-1]) & set(tokenizer.added_tokens.values())
     assert b"".join(map(tokenizer.token_to_bytes, output[:-1])) == text.encode()
+
+
+def test_long_grammars_are_not_kept_without_end(tokenizer, ends, monkeypatch):
+    monkeypatch.setattr("glm_dcp_jax.engine.grammars._KEPT_BYTES", 1000)
+    made = Grammars(tokenizer, ends, VOCABULARY)
+    for number in range(9):
+        made.compile(StructuredOutputs(choice=[f"{number}{'x' * 250}"]))
+    assert len(made._compiled) == 3
+    made.compile(StructuredOutputs(choice=["y" * 2000]))
+    assert len(made._compiled) == 1
