@@ -27,7 +27,7 @@ _KEPT_BYTES = 8 << 20
 _LONGEST_ERROR = 300
 Result = TypeVar("Result")
 _LIMITS = LLParserLimits(verbose_errors=False)
-_STACK_BYTES = 1 << 30
+_STACK_BYTES = 512 << 20
 """Of the thread that compiles: llguidance recurses as deep as rules refer to one another, and pages that no frame
 touches cost nothing."""
 _STACK_SIZE = threading.Lock()
@@ -250,5 +250,5 @@ def _executor() -> LLExecutor:
 
 def _brief(error: str) -> str:
     """What llguidance says, in one line of reasonable length."""
-    line = " ".join(error.split())
+    line = " ".join(error.partition("<backtrace>")[0].replace("<non-verbose/>", "").split())
     return line if len(line) <= _LONGEST_ERROR else f"{line[:_LONGEST_ERROR]}..."

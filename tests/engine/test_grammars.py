@@ -18,6 +18,11 @@ from glm_dcp_jax.engine.tokenizer import Tokenizer
 VOCABULARY = 1000
 MANY = " | ".join(f'"{n}"' for n in range(2500))
 """More alternatives than llguidance follows at a time."""
+MANY_TAGS = {
+    "structures": [{"begin": f"<f{n}>", "schema": {"type": "object"}, "end": ""} for n in range(5000)],
+    "triggers": ["<f"],
+}
+"""More rules than it takes."""
 CALL = {
     "structures": [
         {
@@ -183,6 +188,7 @@ def test_a_mask_forbids_and_keeps_nan():
         ({"json_object": True, "whitespace_pattern": "("}, "json_object cannot be used"),
         ({"regex": r"[^\x00-\x{10FFFF}]"}, "regex cannot be used"),
         ({"grammar": f'start: "x" many\nmany: {MANY}'}, "grammar cannot be used: .*2501 items"),
+        ({"structural_tag": MANY_TAGS}, r"structural_tag cannot be used: .*u16::MAX as usize - 10$"),
         ({"grammar": 'start: a "x"\na[stop="q"]: /.*/'}, "grammar cannot be used: .*rollback"),
     ],
 )
