@@ -39,12 +39,16 @@ class Parameters:
             self.stated = found
         self._known: dict[str, Types] = {}
 
+    @property
+    def required(self) -> list[str]:
+        """Names that the schema requires."""
+        names = self.stated.get("required")
+        return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
     def has(self, name: str) -> bool:
         """Whether the schema names such a parameter."""
         properties = self.stated.get("properties")
-        return (isinstance(properties, dict) and name in properties) or name in (
-            self.stated.get("required") or ()
-        )
+        return (isinstance(properties, dict) and name in properties) or name in self.required
 
     def types(self, name: str) -> Types:
         """What a parameter may be. None for one that the schema does not name."""
