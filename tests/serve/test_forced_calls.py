@@ -289,3 +289,12 @@ def test_where_calls_have_a_form_none_is_made_within_reasoning(table, bound):
 def test_whitespace_that_was_asked_for_holds_beside_tools(table):
     wanted = StructuredOutputs(json_object=True, whitespace_pattern="~")
     assert "~" in json_answer(wanted)
+
+
+@pytest.mark.parametrize("required", [2.5, True, "a", [1, None], {"a": 1}, None], ids=range(6))
+def test_a_list_of_required_names_that_is_none_requires_nothing(table, required):
+    schema = {"type": "object", "properties": {"a": DIGIT}, "required": required}
+    assert (
+        Parameters(schema).required == [] and Parameters(schema).has("a") and not Parameters(schema).has("b")
+    )
+    assert "tool_0_0?" in forced_calls([{"function": {"name": "f", "parameters": schema}}], table, True)

@@ -37,11 +37,9 @@ class ArgumentRules:
                 f"its parameters have {odd}, which holds for no single argument; say what they are by properties, "
                 "required and additionalProperties"
             )
-        properties, required = stated.get("properties"), stated.get("required")
+        properties = stated.get("properties")
         self._properties = dict(properties) if isinstance(properties, dict) else {}
-        self.required = (
-            [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
-        )
+        self.required = self._parameters.required
         for name in self.required:
             self._properties.setdefault(name, stated.get("additionalProperties", True))
         for name in [name for name, schema in self._properties.items() if schema is False or not name]:
