@@ -7,7 +7,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -27,6 +27,8 @@ _DRAIN_SECONDS = 5.0
 """How long caches that were promised to other engines may still be read then, unless something else is asked for."""
 _CLOSE_SECONDS = 5.0
 """How long it then waits for what goes on with other engines."""
+_PREPARING = 4
+"""Requests that are prepared at a time, in threads of their own: nobody else waits for what takes long to compile."""
 Result = TypeVar("Result")
 
 
@@ -84,6 +86,7 @@ class AsyncEngine:
         self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._wake = threading.Condition()
         self._mailboxes: dict[str, _Mailbox] = {}
+        self._preparing = ThreadPoolExecutor(_PREPARING, thread_name_prefix="prepare")
         self._ready = self._stopping = False
         self._failure: Exception | None = None
         self._stats = engine.stats()
@@ -137,7 +140,7 @@ class AsyncEngine:
         finished = False
         try:
             if params.structured_outputs is not None:
-                await asyncio.to_thread(self._engine.prepare, params)
+                await self._prepare(params)
             await asyncio.wrap_future(self._post(add))
             while not finished:
                 output = await mailbox.take()
@@ -147,6 +150,11 @@ class AsyncEngine:
             if not finished:
                 # Also when cancelled before `add` has run: calls run in the order they were posted.
                 self._post(leave).add_done_callback(drop_unseen)
+
+    async def _prepare(self, params: SamplingParams) -> None:
+        if self.is_dead:
+            raise self._dead()
+        await asyncio.wrap_future(self._preparing.submit(self._engine.prepare, params))
 
     async def abort(self, request_id: str) -> None:
         """End a request; its generator gets a last output with finish_reason abort."""
@@ -207,6 +215,7 @@ class AsyncEngine:
             self._stopping = True
             self._wake.notify()
         self._engine.wake()
+        self._preparing.shutdown(wait=False)
         # While steps are compiled there is nothing to wait for: the thread is a daemon and holds no request.
         if self._ready and threading.current_thread() is not self._thread:
             self._thread.join(_LAST_STEP_SECONDS)

@@ -24,7 +24,8 @@ def source_of(wanted: StructuredOutputs, added_tokens: Mapping[str, int]) -> str
     if wanted.kind == "regex":
         return str(LLMatcher.grammar_from_regex(wanted.regex or ""))
     if wanted.kind == "choice":
-        return lark(f"start: {alternatives(map(text, wanted.choice or ()))}")
+        # A terminal: rules with thousands of alternatives are too much.
+        return lark(f"start: CHOICE\nCHOICE: {alternatives(map(text, wanted.choice or ()))}")
     if wanted.kind == "grammar":
         return lark(_as_lark(wanted.grammar or ""))
     options = whitespace(wanted)
@@ -55,7 +56,9 @@ def alternatives(parts: Iterable[str]) -> str:
 
 def text(literal: str) -> str:
     """A text, all of it."""
-    return json.dumps(literal, ensure_ascii=False)
+    return json.dumps(literal, ensure_ascii=False).replace(
+        "\x7f", "\\u007f"
+    )  # which Lark does not take as it is
 
 
 def token(number: int) -> str:

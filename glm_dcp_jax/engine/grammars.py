@@ -1,9 +1,13 @@
 """Structured outputs: which tokens may come next, by llguidance, as bits of a row."""
 
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import TypeVar
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -18,13 +22,31 @@ WORD = 32
 """Tokens of a mask's element."""
 _KEPT = 256
 """Compiled grammars that are kept for requests to come."""
+_KEPT_BYTES = 8 << 20
+"""Of what they were compiled from, in all: one may take a hundred times its length."""
 _LONGEST_ERROR = 300
+Result = TypeVar("Result")
 _LIMITS = LLParserLimits(verbose_errors=False)
+_STACK_BYTES = 512 << 20
+"""Of the thread that compiles: llguidance recurses as deep as rules refer to one another, and pages that no frame
+touches cost nothing."""
+_STACK_SIZE = threading.Lock()
+"""Held where threads get another stack than the process's others."""
 
 
 def mask_words(vocab_size: int) -> int:
     """int32 elements of one row's mask: bit b of element w is token 32 w + b."""
     return -(-vocab_size // WORD)
+
+
+@dataclass
+class _Compiled:
+    """matcher: at its beginning; its copies share what its lexer has found out. broken: whether one of them failed, as
+    the others will then.
+    """
+
+    matcher: LLMatcher
+    broken: bool = False
 
 
 class Grammars:
@@ -34,7 +56,7 @@ class Grammars:
         """eos: what may end an output, and is then no text. vocab_size: the model's, no less than the tokenizer's."""
         self._tokenizer, self._eos, self._vocab_size = tokenizer, sorted(eos), vocab_size
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
 
     def compile(self, wanted: StructuredOutputs) -> "Grammar":
         """A grammar at its beginning. Takes up to seconds for what is large and was not compiled before.
@@ -43,22 +65,26 @@ class Grammars:
         """
         key = wanted.key
         with self._lock:
-            matcher = self._compiled.get(key)
-            if matcher is not None:
+            compiled = self._compiled.get(key)
+            if compiled is not None:
                 self._compiled.move_to_end(key)
-        if matcher is None:
-            matcher = self._compile(wanted)
+        if compiled is None or compiled.broken:
+            compiled = _Compiled(_with_deep_stack(lambda: self._compile(wanted)))
             with self._lock:
-                self._compiled[key] = matcher
-                while len(self._compiled) > _KEPT:
+                self._compiled[key] = compiled
+                while len(self._compiled) > 1 and self._keeps_too_much:
                     self._compiled.popitem(last=False)
-        return Grammar(matcher.deep_copy(), wanted.after_token, self._eos, self._vocab_size)
+        return Grammar(compiled, wanted.after_token, self._eos, self._vocab_size)
+
+    @property
+    def _keeps_too_much(self) -> bool:
+        return len(self._compiled) > _KEPT or sum(map(len, self._compiled)) > _KEPT_BYTES
 
     def _compile(self, wanted: StructuredOutputs) -> LLMatcher:
         try:
             source = source_of(wanted, self._tokenizer.added_tokens)
             matcher = LLMatcher(self._tokens, source, log_level=0, limits=_LIMITS)
-            error = matcher.get_error()
+            error = matcher.get_error() or _first_error(matcher, self._vocab_size)
         except ValueError as refused:
             error = str(refused)
         if error:
@@ -84,25 +110,41 @@ class _Vocabulary:
         self.eos_token_id = vocab_size
         self.tokens = [*map(tokenizer.token_to_bytes, range(vocab_size)), b"<end>"]
         self.special_token_ids = [*tokenizer.added_tokens.values(), vocab_size]
+        within = [
+            f"(?<={re.escape(name[0])})(?={re.escape(name[1:])})"
+            for name in tokenizer.added_tokens
+            if len(name) > 1
+        ]
+        self._within_markup = re.compile("|".join(within) or r"(?!)")
 
     def __call__(self, text: bytes) -> list[int]:
-        return self._tokenizer.encode(text.decode(errors="replace"), add_special_tokens=False)
+        """Tokens of a text; one that spells markup is cut within it, so that none of them is markup."""
+        pieces = self._within_markup.split(text.decode(errors="replace"))
+        return [
+            token for piece in pieces for token in self._tokenizer.encode(piece, add_special_tokens=False)
+        ]
 
 
 class Grammar:
     """What one output may go on with, as it grows. Not for several threads."""
 
     def __init__(
-        self, matcher: LLMatcher, after_token: int | None, eos: Sequence[int], vocab_size: int
+        self, compiled: _Compiled, after_token: int | None, eos: Sequence[int], vocab_size: int
     ) -> None:
-        self._matcher, self._after = matcher, after_token
+        self._compiled, self._matcher = compiled, compiled.matcher.deep_copy()
+        self._after = after_token
         self._free = after_token is not None
         self._eos, self._end = eos, vocab_size
+        self.stuck = False
+        """Whether its last mask allowed no token."""
 
     @property
     def error(self) -> str:
-        """Why the grammar cannot go on, of one that grew too complex; empty while it can."""
-        return _brief(self._matcher.get_error()) if self._matcher.is_error() else ""
+        """Why the grammar cannot go on, of one that grew too complex or leads nowhere; empty while it can."""
+        if not self._matcher.is_error():
+            return "no token may come next, nor may the output end" if self.stuck else ""
+        self._compiled.broken = True
+        return _brief(self._matcher.get_error())
 
     def append(self, token: int) -> None:
         """A token has become part of the output."""
@@ -138,7 +180,7 @@ def token_masks(
     """Which tokens each of `rows` rows may draw, [rows, mask_words] int32; None if all rows may draw all.
 
     grammars: of the first row of each sequence that has one, and the drafts that its further rows come behind. Behind a
-    draft that may not come, any token may: that row's draw does not count.
+    draft that may not come, any token may: that row's draw does not count. None may in rows of a grammar with an error.
     """
     if not grammars:
         return None
@@ -151,8 +193,44 @@ def token_masks(
     if drafting:
         fill_next_token_bitmask_par_with_draft_tokens(_executor(), drafting, masks)
     for row, (grammar, drafts) in grammars.items():
-        grammar.allow_ends(masks[row : row + len(drafts) + 1])
+        its_rows = masks[row : row + len(drafts) + 1]
+        grammar.allow_ends(its_rows)
+        if grammar.error:
+            its_rows[:] = 0  # llguidance would have the output end there, as if it were whole
+        grammar.stuck = not its_rows[0, : mask_words(vocab_size)].any()
     return np.ascontiguousarray(masks[:, : mask_words(vocab_size)])
+
+
+def _first_error(matcher: LLMatcher, vocab_size: int) -> str:
+    """What goes wrong with a grammar's first token, so that no output can begin; empty for nothing."""
+    masks = np.zeros((2, mask_words(vocab_size + 1)), np.int32)
+    begun, drafting = matcher.deep_copy(), matcher.deep_copy()
+    fill_next_token_bitmask_par(_executor(), [(begun, 0)], masks)
+    first = np.flatnonzero(np.unpackbits(masks[0].view(np.uint8), bitorder="little"))[:1].tolist()
+    # Tells also what broke in the first copy, and whether drafts can be taken back.
+    fill_next_token_bitmask_par_with_draft_tokens(_executor(), [(drafting, 0, first)], masks)
+    error = next((str(each.get_error()) for each in (begun, drafting) if each.is_error()), "")
+    return error or ("" if first else "it allows no output")
+
+
+def _with_deep_stack(call: Callable[[], Result]) -> Result:
+    """Run `call` in a thread that may recurse deep."""
+    future: Future[Result] = Future()
+    with _STACK_SIZE:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            thread = threading.Thread(target=_run_into, args=(future, call), name="grammar", daemon=True)
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    return future.result()
+
+
+def _run_into(future: "Future[Result]", call: Callable[[], Result]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:  # whoever waits must hear of it
+        future.set_exception(error)
 
 
 def _bit(masks: np.ndarray, token: int) -> np.ndarray:
@@ -172,5 +250,5 @@ def _executor() -> LLExecutor:
 
 def _brief(error: str) -> str:
     """What llguidance says, in one line of reasonable length."""
-    line = " ".join(error.split())
+    line = " ".join(error.partition("<backtrace>")[0].replace("<non-verbose/>", "").split())
     return line if len(line) <= _LONGEST_ERROR else f"{line[:_LONGEST_ERROR]}..."

@@ -122,7 +122,10 @@ class Reading:
         if self._table is None:
             return Turns([Turn(None, self, TokenSorter({}, _PLAIN)) for _ in range(count)])
         thinks = self._thinks(prompt)
-        parsers = [TurnParser(self._table, thinks, self._functions, self._one_call) for _ in range(count)]
+        bound = bool(self.structured_by)
+        parsers = [
+            TurnParser(self._table, thinks, self._functions, self._one_call, bound) for _ in range(count)
+        ]
         return Turns(
             [Turn(parser, self, TokenSorter(self._table.tokens, parser.stretches)) for parser in parsers]
         )

@@ -16,6 +16,13 @@ from glm_dcp_jax.engine.structured_outputs import StructuredOutputs, StructuredO
 from glm_dcp_jax.engine.tokenizer import Tokenizer
 
 VOCABULARY = 1000
+MANY = " | ".join(f'"{n}"' for n in range(2500))
+"""More alternatives than llguidance follows at a time."""
+MANY_TAGS = {
+    "structures": [{"begin": f"<f{n}>", "schema": {"type": "object"}, "end": ""} for n in range(5000)],
+    "triggers": ["<f"],
+}
+"""More rules than it takes."""
 CALL = {
     "structures": [
         {
@@ -179,6 +186,10 @@ def test_a_mask_forbids_and_keeps_nan():
         ({"grammar": "start: foo"}, "grammar cannot be used: .*foo"),
         ({"grammar": "root ::= foo"}, "grammar cannot be used: .*foo"),
         ({"json_object": True, "whitespace_pattern": "("}, "json_object cannot be used"),
+        ({"regex": r"[^\x00-\x{10FFFF}]"}, "regex cannot be used"),
+        ({"grammar": f'start: "x" many\nmany: {MANY}'}, "grammar cannot be used: .*2501 items"),
+        ({"structural_tag": MANY_TAGS}, r"structural_tag cannot be used: .*u16::MAX as usize - 10$"),
+        ({"grammar": 'start: a "x"\na[stop="q"]: /.*/'}, "grammar cannot be used: .*rollback"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused(grammars, wanted, message):
@@ -266,3 +277,72 @@ def test_a_grammar_that_cannot_go_on_says_why(grammars):
     assert rules.failure is None
     rules.append(7)  # what a mask would have forbidden
     assert "the output's grammar could not go on: " in rules.failure and len(rules.failure) < 400
+
+
+def test_a_grammar_that_broke_lets_no_output_end_and_is_compiled_anew(grammars, tokenizer, ends):
+    """llguidance would have it end as if it were whole."""
+    wanted = StructuredOutputs(grammar=f"start: A B A B A many\nA: /[x-z]/\nB: /[w-z]/\nmany: {MANY}")
+    grammar, (x,) = grammars.compile(wanted), tokenizer.encode("x", False)
+    (mask,) = token_masks({0: (grammar, ())}, 1, VOCABULARY)
+    assert allowed(mask, x) and not grammar.error
+    for token in tokenizer.encode("xyxyx", False):
+        grammar.append(token)
+    masks = token_masks({0: (grammar, ()), 1: (grammar, (x,))}, 3, VOCABULARY)
+    assert not masks.any() and "items" in grammar.error
+    again = grammars.compile(wanted)
+    (mask,) = token_masks({0: (again, ())}, 1, VOCABULARY)
+    assert not again.error and allowed(mask, x)
+
+
+def test_a_grammar_that_leads_nowhere_says_so(grammars, tokenizer, ends):
+    grammar = grammars.compile(StructuredOutputs(grammar='start: "a" <|endoftext|>'))
+    grammar.append(*tokenizer.encode("a", False))
+    assert not token_masks({0: (grammar, ())}, 1, VOCABULARY).any()
+    assert "no token may come next" in grammar.error
+
+
+def test_ten_thousand_choices(takes):
+    wanted = StructuredOutputs(choice=[f"choice {number}" for number in range(10_000)])
+    assert takes(wanted, "choice 987") == (True, True)
+    assert takes(wanted, "choice 98x") == (False, False)
+
+
+def test_any_character_may_be_in_a_choice(takes, tokenizer):
+    for code in (*range(128), 0x85, 0x2028, 0xFEFF, 0xFFFF, 0x10FFFF):
+        assert takes(StructuredOutputs(choice=[f"a{chr(code)}b"]), f"a{chr(code)}b") == (True, True)
+
+
+@pytest.mark.parametrize("kind", ["json", "grammar"])
+def test_rules_may_refer_to_one_another_as_deep_as_they_like(grammars, kind):
+    """Each level is a frame of llguidance's stack, which a thread's own is too small for."""
+    deep = 8_000
+    schemas = {f"a{n}": {"$ref": f"#/$defs/a{n + 1}"} for n in range(deep)} | {f"a{deep}": {"const": 7}}
+    rules = "\n".join(f'r{n}: "x" r{n + 1}' for n in range(deep))
+    wanted = {
+        "json": {"$ref": "#/$defs/a0", "$defs": schemas},
+        "grammar": f'start: r0\n{rules}\nr{deep}: "y"',
+    }
+    grammar = grammars.compile(StructuredOutputs(**{kind: wanted[kind]}))
+    assert token_masks({0: (grammar, ())}, 1, VOCABULARY).any() and not grammar.error
+
+
+@pytest.mark.parametrize("text", ["a<tool_call>b", "</arg_key>", "<|user|><|user|>"])
+def test_text_that_spells_markup_is_text(tokenizer, grammars, ends, text):
+    """Where only one text may come, llguidance asks the tokenizer which tokens it is."""
+    grammar, output = grammars.compile(StructuredOutputs(choice=[text])), []
+    while ends[0] not in output:
+        (mask,) = token_masks({0: (grammar, ())}, 1, VOCABULARY)
+        output.append(next(token for token in range(VOCABULARY) if allowed(mask, token)))
+        grammar.append(output[-1])
+    assert not set(output[:-1]) & set(tokenizer.added_tokens.values())
+    assert b"".join(map(tokenizer.token_to_bytes, output[:-1])) == text.encode()
+
+
+def test_long_grammars_are_not_kept_without_end(tokenizer, ends, monkeypatch):
+    monkeypatch.setattr("glm_dcp_jax.engine.grammars._KEPT_BYTES", 1000)
+    made = Grammars(tokenizer, ends, VOCABULARY)
+    for number in range(9):
+        made.compile(StructuredOutputs(choice=[f"{number}{'x' * 250}"]))
+    assert len(made._compiled) == 3
+    made.compile(StructuredOutputs(choice=["y" * 2000]))
+    assert len(made._compiled) == 1

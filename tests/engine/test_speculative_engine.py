@@ -216,3 +216,13 @@ def test_bound_and_free_requests_share_steps(llm, plain):
         for prompt, params in zip(MIXED, mixed, strict=False)
         for tokens in tokens_of(generate(plain, [prompt], params))
     ]
+
+
+def test_a_grammar_that_breaks_fails_its_request_alone(llm, plain):
+    many = " | ".join(f'"{number}"' for number in range(2500))  # more than can be followed
+    breaking = StructuredOutputs(grammar=f"start: A A A A A many\nA: /[xy]/\nmany: {many}")
+    params = [changed(RANDOM, ignore_eos=False, structured_outputs=breaking), LONG]
+    for engine in (llm, plain):
+        broken, other = generate(engine, MIXED[:2], params)
+        assert broken.outputs[0].finish_reason == "error" and "items" in broken.error
+        assert other.outputs[0].finish_reason == "length" and other.error is None

@@ -209,3 +209,102 @@ def test_a_call_as_models_write_it_is_taken(grammars, table):
     masks = token_masks({0: (state, tokens)}, len(tokens) + 1, VOCABULARY)
     bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
     assert all(bits[row, token] for row, token in enumerate([*tokens, 0]))
+
+
+COLOUR = {"type": "string", "enum": ["red", "dark\nblue", ""]}
+DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
+MARKUP = 'a\n"b\\</arg_key><tool_call>\x7f'
+
+
+def _one(schema: dict, **more: object) -> dict:
+    return {"type": "object", "properties": {"a": schema}, "required": ["a"], **more}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        _one({"type": ["string", "null"], "enum": ["x", "y", None]}),
+        _one({"anyOf": [COLOUR, {"type": "null"}]}),
+        _one({"$ref": "#/$defs/C"}, **{"$defs": {"C": COLOUR}}),
+        _one({"allOf": [{"$ref": "#/definitions/C"}], "default": "red"}, definitions={"C": COLOUR}),
+        _one({"oneOf": [{"const": "m"}, {"const": " n "}]}),
+        _one({"enum": ["x", 1, None, True]}),
+        _one({"enum": ["null", "x", None]}),
+        _one({"type": ["string", "integer"], "enum": [1, 2]}),
+        _one({"type": ["string", "array"], "items": DIGIT, "maxItems": 1}),
+        _one(
+            {"anyOf": [{"enum": ["x", "[0]"]}, {"type": "array", "items": {"type": "null"}, "maxItems": 2}]}
+        ),
+        _one({"type": "array", "items": {"$ref": "#"}, "maxItems": 1}),
+        {"type": "object", "properties": {"a": DIGIT, "b": {"$ref": "#/properties/a"}}, "required": ["b"]},
+        {"$ref": "#/$defs/A", "$defs": {"A": _one(DIGIT)}},
+        {"type": "object", "required": ["x"], "additionalProperties": DIGIT},
+        {"type": "object", "properties": {" a": DIGIT}, "required": [" a"], "additionalProperties": False},
+        {"type": "object", "properties": {MARKUP: {"enum": [MARKUP]}}, "required": [MARKUP]},
+        {"type": "object", "properties": {"a": False, "b": True}, "required": ["b"]},
+        _one({"enum": [f"word {number}" for number in range(3000)]}),
+    ],
+    ids=range(18),
+)
+def test_arguments_are_what_their_schema_says(grammars, table, schema):
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    grammar, ended = forced_calls([tool], table, False), 0
+    for seed in range(4):
+        output = walk(grammars, grammar, seed)
+        if output is not None:
+            [(name, arguments)] = parsed(output, table, [tool])[1]
+            assert name == "f"
+            jsonschema.validate(arguments, schema)
+            ended += 1
+    assert ended > 0
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        (_one(DIGIT, anyOf=[{"required": ["a"]}]), "calls of f cannot be forced: its parameters have anyOf"),
+        (_one(DIGIT, minProperties=1), "have minProperties"),
+        (
+            {"type": "object", "properties": {"": DIGIT}, "required": [""]},
+            "'' is required, but cannot be given",
+        ),
+        ({"type": "object", "required": ["x"], "additionalProperties": False}, "'x' is required, but cannot"),
+        (
+            _one({"type": ["string", "integer"], "allOf": [{"enum": ["x"]}, {"enum": ["y"]}]}),
+            "allows nothing",
+        ),
+    ],
+    ids=range(5),
+)
+def test_what_cannot_be_enforced_is_refused(table, schema, message):
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    with pytest.raises(ValueError, match=message):
+        forced_calls([tool], table, True)
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_where_calls_have_a_form_none_is_made_within_reasoning(table, bound):
+    """The grammar holds behind `</think>` only."""
+    parser, parts = TurnParser(table, True, {"find": Parameters(None)}, bound=bound), []
+    for place, piece in enumerate(["I ", "<tool_call>", "other", "</tool_call>", "no", "</think>", "yes"]):
+        id = glm_tokenizer().token_id(piece)
+        length = sum(map(len, ["I ", "other", "no"][: place // 2]))
+        parts += parser.feed(piece, ()) if id is None else parser.feed("", [Mark(length, id)])
+    parts += parser.finish()
+    assert bool(parser.calls) != bound
+    if bound:
+        assert parts[-1] == Content("yes")
+
+
+def test_whitespace_that_was_asked_for_holds_beside_tools(table):
+    wanted = StructuredOutputs(json_object=True, whitespace_pattern="~")
+    assert "~" in json_answer(wanted)
+
+
+@pytest.mark.parametrize("required", [2.5, True, "a", [1, None], {"a": 1}, None], ids=range(6))
+def test_a_list_of_required_names_that_is_none_requires_nothing(table, required):
+    schema = {"type": "object", "properties": {"a": DIGIT}, "required": required}
+    assert (
+        Parameters(schema).required == [] and Parameters(schema).has("a") and not Parameters(schema).has("b")
+    )
+    assert "tool_0_0?" in forced_calls([{"function": {"name": "f", "parameters": schema}}], table, True)

@@ -222,7 +222,9 @@ async def test_fields_of_one_endpoint(client, path, fields, param):
 
 @pytest.mark.parametrize("path", [*BODIES, *ACTIONS, *GETS])
 async def test_methods_that_a_path_does_not_take(client, path):
-    taken = {"POST"} if path in (*BODIES, *ACTIONS) else {"GET", "HEAD"} if path == "/openapi.json" else {"GET"}
+    taken = (
+        {"POST"} if path in (*BODIES, *ACTIONS) else {"GET", "HEAD"} if path == "/openapi.json" else {"GET"}
+    )
     if path == "/ping":
         taken |= {"POST"}
     for method in ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS", "TRACE", "BREW"):

@@ -24,8 +24,9 @@ class ArgumentsWriter:
         self._value: _Value | None = None
 
     def begin(self, key: str) -> None:
-        """A value begins."""
+        """A value begins. Blanks around a key count if the tool's parameter has them."""
         self._value = None
+        key = key if self._parameters.has(key) else key.strip()
         if key not in self._keys:
             start = (", " if self._keys else "{") + json.dumps(key, ensure_ascii=False) + ": "
             self._keys.add(key)
@@ -71,7 +72,7 @@ class _Value:
             return '"'
         text = "".join(self._held)
         plain = text.strip(_BLANKS)
-        return self._start + (plain if self._is_json(plain) else f'"{_inside_quotes(text)}"')
+        return self._start + (plain if self.reads_json(text) else f'"{_inside_quotes(text)}"')
 
     def _undecided(self, begun: str) -> bool:
         """begun: the text so far, without blanks around it."""
@@ -80,12 +81,20 @@ class _Value:
         self._waits = {"[": "array", "{": "object"}.get(begun[0]) in self._others
         return self._waits or ("null" in self._others and "null".startswith(begun))
 
-    def _is_json(self, text: str) -> bool:
-        try:
-            kind = type_name(json.loads(text, parse_constant=_refuse))
+    def reads_json(self, text: str) -> bool:
+        """Whether the whole value means JSON, not itself."""
+        if not (self._may_be_any or self._others):
+            return False
+        try:  # integers may have more digits than Python likes
+            kind = type_name(json.loads(text.strip(_BLANKS), parse_constant=_refuse, parse_int=float))
         except (ValueError, RecursionError):
             return False
         return self._may_be_any or kind in self._others
+
+
+def reads_as_text(word: str, types: Types) -> bool:
+    """Whether a value that is written like this is this very text, where the parameter may have these types."""
+    return not _Value("", types).reads_json(word)
 
 
 def _inside_quotes(text: str) -> str:

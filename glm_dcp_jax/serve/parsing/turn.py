@@ -84,13 +84,21 @@ class TurnParser:
     """
 
     def __init__(
-        self, table: TagTable, in_reasoning: bool, tools: Mapping[str, Parameters], one_call: bool = False
+        self,
+        table: TagTable,
+        in_reasoning: bool,
+        tools: Mapping[str, Parameters],
+        one_call: bool = False,
+        bound: bool = False,
     ) -> None:
-        """in_reasoning: whether the prompt ends there. tools: by name. one_call: nothing is of interest after one."""
+        """in_reasoning: whether the prompt ends there. tools: by name. one_call: nothing is of interest after one.
+
+        bound: whether only `</think>` ends reasoning, as where what follows it must have a form.
+        """
         self._scanner = TagScanner(table)
         self._texts = table.texts
         self._tools = tools
-        self._one_call = one_call
+        self._one_call, self._bound = one_call, bound
         self._thinks = in_reasoning
         self._within = _Within.SPEECH
         self._blanks: list[str] | None = []
@@ -191,7 +199,7 @@ class TurnParser:
 
     def _tag_in_speech(self, tag: Tag) -> None:
         silent = self._blanks is not None
-        if tag is Tag.CALL:
+        if tag is Tag.CALL and not (self._thinks and self._bound):
             self._within, self._name = _Within.NAME, ""
         elif tag is Tag.THINK_END and self._thinks:
             self._listen(thinks=False)
@@ -216,7 +224,7 @@ class TurnParser:
         elif tag is Tag.KEY_END:
             self._within = _Within.GAP
         elif tag is Tag.VALUE and self._key.strip():
-            self._writer.begin(self._key.strip())
+            self._writer.begin(self._key)
             self._within, self._key = _Within.VALUE, ""
         elif tag in (Tag.CALL, Tag.CALL_END):
             self._end_call()
