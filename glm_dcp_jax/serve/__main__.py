@@ -12,6 +12,7 @@ from glm_dcp_jax import environment
 from glm_dcp_jax.config import ConfigError, EngineConfig
 from glm_dcp_jax.serve import flags, logs, run
 from glm_dcp_jax.serve.interface import DAEMONS, Engine
+from glm_dcp_jax.serve.settings import ServerSettings
 
 _LOG = logging.getLogger(__name__)
 _INTERRUPTED = 130
@@ -44,7 +45,17 @@ def _load(command: flags.Command) -> Engine:
     from glm_dcp_jax.engine.async_engine import AsyncEngine
 
     with _reported():
+        _check_parsers(command.settings, config)
         return AsyncEngine.from_config(config)
+
+
+def _check_parsers(settings: ServerSettings, config: EngineConfig) -> None:
+    """Raise ConfigError for parsers that the model is too bare for, before it is loaded."""
+    from glm_dcp_jax.engine.tokenizer import tokenizer_source
+    from glm_dcp_jax.model.locate import locate_model
+
+    if settings.named_parsers and tokenizer_source(config, locate_model(config.model)) is None:
+        settings.require_no_parser(f"{config.model} has no tokenizer.json")
 
 
 def _follow(command: flags.Command) -> int:

@@ -82,6 +82,19 @@ class ServerSettings:
             except ChatTemplateError as error:
                 raise ConfigError(f"--chat-template: {error}") from None
 
+    @property
+    def named_parsers(self) -> dict[str, str]:
+        """Parsers that were asked for, by the flag."""
+        names = ("reasoning_parser", "tool_call_parser")
+        return {name: getattr(self, name) for name in names if getattr(self, name) not in ("auto", "none")}
+
+    def require_no_parser(self, why: str) -> None:
+        """Raise ConfigError for a parser that was asked for where there is no tokenizer. why: there is none."""
+        for name, choice in self.named_parsers.items():
+            raise ConfigError(
+                f"{name} {choice} needs a tokenizer, and {why}; give one with --tokenizer, or use auto or none"
+            )
+
     def _check_origins(self) -> None:
         if not self.allowed_origins:
             for name in ("allow_credentials", "allowed_methods", "allowed_headers"):
