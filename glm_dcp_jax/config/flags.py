@@ -51,6 +51,10 @@ class Flag:
         return option_of(self.name)
 
 
+DEMO_DEVICES = 4
+"""Virtual ones, over which the server spreads the built-in model where there is no GPU."""
+
+
 def option_of(name: str) -> str:
     """A setting's flag: --block-size for block_size."""
     return "--" + name.replace("_", "-")
@@ -74,10 +78,15 @@ FLAGS = (
     Flag("max_model_len", "longest prompt plus output, in tokens; unset: what the model and the cache allow"),
     Flag(
         "tensor_parallel_size",
-        f"devices the model is split over; without a GPU virtual ones, at most {MAX_VIRTUAL_DEVICES}",
+        f"devices the model is split over; without a GPU virtual ones, at most {MAX_VIRTUAL_DEVICES}; without MODEL "
+        f"and GPU {DEMO_DEVICES}",
         short="-tp",
     ),
-    Flag("decode_context_parallel_size", "devices one copy of the KV cache is split over", short="-dcp"),
+    Flag(
+        "decode_context_parallel_size",
+        "devices one copy of the KV cache is split over; without MODEL and GPU as -tp",
+        short="-dcp",
+    ),
     Flag(
         "enable_expert_parallel",
         "whole experts on each device, instead of a part of every expert",
@@ -145,7 +154,8 @@ FLAGS = (
     Flag("precompile_token_paddings", "chunk sizes to compile prefill for, as 16,64,256; unset: powers of 4"),
     Flag(
         "speculative_config",
-        "JSON object with method (mtp) and num_speculative_tokens (1 to 7), or --speculative-config.method and so on; "
+        "JSON object with method (mtp, also called deepseek_mtp) and num_speculative_tokens (1 to 7), or "
+        "--speculative-config.method and so on; "
         "unset: no drafts",
         short="-sc",
     ),

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from glm_dcp_jax import environment
 from glm_dcp_jax.config import ConfigError, EngineConfig
-from glm_dcp_jax.serve import flags, logs, run
+from glm_dcp_jax.serve import flags, logs, run, tracing
 from glm_dcp_jax.serve.interface import DAEMONS, Engine
 from glm_dcp_jax.serve.settings import ServerSettings
 
@@ -30,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if command.config.processes.process_id > 0:
             return _follow(command)
+        if command.settings.profiler_dir is not None:
+            tracing.check_directory(command.settings.profiler_dir)
         listener = run.bind(command.settings.host, command.settings.port)
         run.serve(_load(command), command.settings, listener)
     except (ConfigError, OSError, run.WarmUpFailed) as error:
@@ -46,7 +48,10 @@ def _load(command: flags.Command) -> Engine:
 
     with _reported():
         _check_parsers(command.settings, config)
-        return AsyncEngine.from_config(config)
+        engine = AsyncEngine.from_config(config)
+    model = "the built-in model, whose weights are random" if command.demo else config.model
+    _LOG.info("serving %s: %s", model, engine.summary)
+    return engine
 
 
 def _check_parsers(settings: ServerSettings, config: EngineConfig) -> None:
@@ -80,7 +85,7 @@ def _prepare(command: flags.Command) -> EngineConfig:
         from glm_dcp_jax.demo import tiny_model_directory
 
         config = dataclasses.replace(config, model=str(tiny_model_directory()))
-    _LOG.info("loading %s", config.model)
+    _LOG.info("loading %s", "the built-in model" if command.demo else config.model)
     return config
 
 

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from glm_dcp_jax._version import __version__
 from glm_dcp_jax.config import FLAGS, ConfigError, EngineConfig, Flag, engine_config, flags_file
 from glm_dcp_jax.config.flags import (
+    DEMO_DEVICES,
     JSON_FLAGS,
     SIZE_LISTS,
     field_of,
@@ -27,7 +28,6 @@ from glm_dcp_jax.serve.own_flags import SAME_NAME, add_own_flags, same_named
 from glm_dcp_jax.serve.settings import ServerSettings
 
 DEMO_NAME = "glm-dcp-demo"
-DEMO_DEVICES = 4
 
 LENGTHS = (
     "max_model_len",

@@ -13,7 +13,7 @@ from glm_dcp_jax import environment
 from glm_dcp_jax.config import FLAGS, REFUSED, ConfigError, SpeculativeConfig
 from glm_dcp_jax.config.refused import SO_ANYWAY
 from glm_dcp_jax.serve import __main__ as entry
-from glm_dcp_jax.serve import flags, run
+from glm_dcp_jax.serve import flags, run, tracing
 
 ROOT = Path(__file__).parents[2]
 
@@ -112,7 +112,8 @@ def test_with_a_gpu_the_demo_takes_one():
         ),
         ("m --block-size 0", "block_size must be an integer of at least 1"),
         ("m --hf-overrides {", "hf_overrides is not valid JSON"),
-        ("m --max-logprobs 99", "max_logprobs must be from 0 to 20"),
+        ("m --max-logprobs 99", "max_logprobs must be from 0 to 20, but is 99$"),
+        ("m --max-logprobs -1", "but is -1; vLLM's -1, no limit, cannot be had"),
         ("m --chat-template nowhere.jinja", "neither a file nor a jinja template"),
         ("m --chat-template {%if%}", "--chat-template: the chat template does not parse, line 1"),
         ("m --model other", "two models are named, m and other"),
@@ -304,6 +305,16 @@ def test_a_taken_port_is_said_before_anything_is_loaded(capsys, monkeypatch):
         port = taken.getsockname()[1]
         assert entry.main(["m", "--port", str(port)]) == 1
     assert f"cannot listen on 127.0.0.1 port {port}" in capsys.readouterr().err
+
+
+def test_a_profilers_directory_is_made_or_refused_before_anything_is_loaded(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(entry, "_load", lambda command: pytest.fail("loaded a model for nothing"))
+    (tmp_path / "file").touch()
+    assert entry.main(["m", "--port", "0", "--profiler-dir", str(tmp_path / "file" / "in")]) == 1
+    said = capsys.readouterr().err
+    assert said == f"error: --profiler-dir {tmp_path}/file/in cannot be written: Not a directory\n"
+    tracing.check_directory(str(tmp_path / "new" / "in"))
+    assert list((tmp_path / "new" / "in").iterdir()) == []
 
 
 def test_a_host_that_is_not_ours_is_said():
