@@ -14,7 +14,7 @@ from glm_dcp_jax.serve import flags, logs, run, tracing
 from glm_dcp_jax.serve.interface import DAEMONS, Engine
 from glm_dcp_jax.serve.settings import ServerSettings
 
-_LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger("glm_dcp_jax.serve")  # not __name__: that is "__main__", whose level is not ours
 _INTERRUPTED = 130
 
 
