@@ -3,8 +3,10 @@
 import argparse
 from pathlib import Path
 
-from glm_dcp_jax.config.flags import FLAGS, REFUSED, Flag, field_of, value_type
+from glm_dcp_jax.config import FLAGS, REFUSED, Flag
+from glm_dcp_jax.config.flags import field_of, option_of, value_type
 from glm_dcp_jax.serve import flags as server
+from glm_dcp_jax.serve import foreign_flags
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "flags.md"
 
@@ -39,7 +41,8 @@ On the command line only. [server.md](server.md) says what the server answers.
 REFUSED_FLAGS = """
 ## Refused
 
-Known, and not supported. Each is refused by name when it is given, rather than ignored.
+Known, and not supported. Each is refused by name when it is given, rather than ignored. The last column says in which
+form it may be given, since what it then asks for is so anyway; that changes nothing.
 
 """
 
@@ -77,13 +80,14 @@ def table(heads: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 def document() -> str:
     """All of docs/flags.md."""
     refused = [
-        (f"`--{name.replace('_', '-')}`", why) for name, why in (REFUSED | server._REFUSED_HERE).items()
+        (f"`{option_of(name)}`", why, ", ".join(f"`{form}`" for form in foreign_flags.forms_taken(name)))
+        for name, why in (REFUSED | foreign_flags.REFUSED_HERE).items()
     ]
     return "".join(
         [
             OPENING + table(("flag", "value", "default", "what it does"), [engine_row(f) for f in FLAGS]),
             SERVER + table(("flag", "what it does"), server_rows()),
-            REFUSED_FLAGS + table(("flag", "instead"), sorted(refused)),
+            REFUSED_FLAGS + table(("flag", "instead", "taken"), sorted(refused)),
         ]
     )
 

@@ -25,6 +25,8 @@ What only this server has is always behind `{OURS}`.
 - Times are taken by the server as it sees tokens; only the beginning of a request's computation is noted by the engine.
   Requests that were refused are in no histogram, and those that ended without a token only in those that need none.
 - Values of the engine are as of its last step.
+- `process_` and `python_` metrics of the server's process, collected by prometheus_client, have no such labels and no
+  prefix. There are no `_created` series.
 - `nixl_` names are vLLM's, and count whatever the transport is.
 
 [grafana/glm_dcp_jax.json](grafana/glm_dcp_jax.json) is a dashboard of them for Grafana, and `GET /` on the server a

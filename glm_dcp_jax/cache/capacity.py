@@ -38,6 +38,14 @@ def capacity_tokens(num_pages: int, layout: Layout) -> int:
     return (num_pages - 1) * layout.virtual_block
 
 
+def check_max_model_len(wanted: int | None, model: ModelConfig) -> None:
+    """Raise ConfigError for a length beyond the model's positions, which needs no weights to be known."""
+    if wanted is not None and wanted > model.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len {wanted} exceeds the model's max_position_embeddings {model.max_position_embeddings}"
+        )
+
+
 def resolve_max_model_len(wanted: int | None, model: ModelConfig, num_pages: int, layout: Layout) -> int:
     """The longest sequence to serve: `wanted`, or as long as both the model and the cache allow.
 
@@ -46,10 +54,7 @@ def resolve_max_model_len(wanted: int | None, model: ModelConfig, num_pages: int
     tokens = capacity_tokens(num_pages, layout)
     if wanted is None:
         return min(model.max_position_embeddings, tokens)
-    if wanted > model.max_position_embeddings:
-        raise ConfigError(
-            f"max_model_len {wanted} exceeds the model's max_position_embeddings {model.max_position_embeddings}"
-        )
+    check_max_model_len(wanted, model)
     if wanted > tokens:
         raise ConfigError(
             f"one request of max_model_len {wanted} does not fit the cache, which holds {tokens} tokens; lower "

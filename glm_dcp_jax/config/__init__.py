@@ -2,10 +2,11 @@
 
 from glm_dcp_jax.config.engine import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from glm_dcp_jax.config.errors import ConfigError
-from glm_dcp_jax.config.flags import FLAGS, REFUSED, Flag, engine_config
+from glm_dcp_jax.config.flags import FLAGS, Flag, engine_config
 from glm_dcp_jax.config.generation import SamplingDefaults, sampling_defaults
 from glm_dcp_jax.config.model import ModelConfig
 from glm_dcp_jax.config.processes import ProcessConfig
+from glm_dcp_jax.config.refused import REFUSED
 from glm_dcp_jax.config.schedule import Run
 from glm_dcp_jax.config.speculative import SpeculativeConfig
 

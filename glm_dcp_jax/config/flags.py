@@ -31,6 +31,7 @@ from glm_dcp_jax.config.errors import ConfigError
 from glm_dcp_jax.config.json_file import parse_unique_json
 from glm_dcp_jax.config.processes import ProcessConfig
 from glm_dcp_jax.config.quantisation import QUANTIZATIONS
+from glm_dcp_jax.config.refused import REFUSED, is_so_anyway
 from glm_dcp_jax.config.speculative import SpeculativeConfig
 from glm_dcp_jax.config.transfer import TransferConfig
 
@@ -48,6 +49,10 @@ class Flag:
     def option(self) -> str:
         """The spelling on the command line."""
         return option_of(self.name)
+
+
+DEMO_DEVICES = 4
+"""Virtual ones, over which the server spreads the built-in model where there is no GPU."""
 
 
 def option_of(name: str) -> str:
@@ -73,10 +78,15 @@ FLAGS = (
     Flag("max_model_len", "longest prompt plus output, in tokens; unset: what the model and the cache allow"),
     Flag(
         "tensor_parallel_size",
-        f"devices the model is split over; without a GPU virtual ones, at most {MAX_VIRTUAL_DEVICES}",
+        f"devices the model is split over; without a GPU virtual ones, at most {MAX_VIRTUAL_DEVICES}; without MODEL "
+        f"and GPU {DEMO_DEVICES}",
         short="-tp",
     ),
-    Flag("decode_context_parallel_size", "devices one copy of the KV cache is split over", short="-dcp"),
+    Flag(
+        "decode_context_parallel_size",
+        "devices one copy of the KV cache is split over; without MODEL and GPU as -tp",
+        short="-dcp",
+    ),
     Flag(
         "enable_expert_parallel",
         "whole experts on each device, instead of a part of every expert",
@@ -144,7 +154,8 @@ FLAGS = (
     Flag("precompile_token_paddings", "chunk sizes to compile prefill for, as 16,64,256; unset: powers of 4"),
     Flag(
         "speculative_config",
-        "JSON object with method (mtp) and num_speculative_tokens (1 to 7), or --speculative-config.method and so on; "
+        "JSON object with method (mtp, also called deepseek_mtp) and num_speculative_tokens (1 to 7), or "
+        "--speculative-config.method and so on; "
         "unset: no drafts",
         short="-sc",
     ),
@@ -161,28 +172,6 @@ FLAGS = (
     ),
     Flag("hf_overrides", "JSON object laid over config.json; unset: nothing"),
 )
-
-REFUSED = {
-    "api_server_count": "one server process drives the mesh",
-    "data_parallel_size": "start one server per replica behind a load balancer",
-    "calculate_kv_scales": "quantised records carry their scales; --nvfp4-scales takes calibrated outer ones",
-    "compilation_config": "steps are always compiled; see --precompile-bs-paddings",
-    "cpu_offload_gb": "weights are not offloaded",
-    "distributed_executor_backend": "start each process yourself, with --num-processes and --process-id",
-    "enable_chunked_prefill": "prefill is always chunked; set --max-num-batched-tokens",
-    "enable_lora": "LoRA adapters are not supported",
-    "enforce_eager": "steps are always compiled; see --precompile-bs-paddings",
-    "load_format": "what a directory holds is found out: safetensors, or arrays that glm_dcp_jax.convert made",
-    "lora_modules": "LoRA adapters are not supported",
-    "master_addr": "use --coordinator-address",
-    "nnodes": "use --num-processes",
-    "node_rank": "use --process-id",
-    "pipeline_parallel_size": "the model is split by tensor parallelism only; use --tensor-parallel-size",
-    "prefill_context_parallel_size": "prefill context parallelism is not supported",
-    "swap_space": "the cache is not offloaded",
-    "trust_remote_code": "no code of a checkpoint is ever run, so there is nothing to trust",
-}
-"""vLLM flags (and planned ones) that this engine does not have, each with what to do instead."""
 
 JSON_FLAGS = ("hf_overrides", "speculative_config", "kv_transfer_config")
 """Flags that take a JSON object, or a dict."""
@@ -229,12 +218,15 @@ def value_type(name: str) -> type:
 def engine_config(model: str, **settings: Any) -> EngineConfig:
     """Build the engine's configuration from flags with underscores.
 
-    Raises ConfigError for unknown names (with the nearest known one), for vLLM flags we refuse, and for bad values.
+    Raises ConfigError for unknown names (with the nearest known one), for vLLM flags we refuse, unless they ask for
+    what is so anyway, and for bad values.
     """
     known = {flag.name for flag in FLAGS}
-    for name in settings:
-        if name not in known:
-            raise ConfigError(explain_unknown(name, known))
+    settings = {
+        name: value for name, value in settings.items() if name in known or not is_so_anyway(name, value)
+    }
+    if strange := [explain_unknown(name, known) for name in settings if name not in known]:
+        raise ConfigError("; ".join(strange))
     values = {name: value for name, value in settings.items() if value is not None}
     values = {_FIELD_OF_FLAG.get(name, name): _typed(name, value) for name, value in values.items()}
     sections = {

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,12 @@ import yaml
 from glm_dcp_jax.config.errors import ConfigError
 from glm_dcp_jax.config.flags import JSON_FLAGS, SIZE_LISTS, explain_unknown, option_of
 from glm_dcp_jax.config.json_file import parse_json
+from glm_dcp_jax.config.refused import is_so_anyway
 
 OPTION = "--config"
 HELP = "YAML file of flags; those of the command line win (docs/operations.md)"
 _SCALARS = (str, int, float)
+_KINDS: dict[Any, str] = {int: "a whole number", float: "a number"}
 
 
 def json_list(text: str) -> tuple[str, ...]:
@@ -54,12 +56,12 @@ def words_of(
     typed: Sequence[str],
     parsers: Sequence[argparse.ArgumentParser],
     explain: Callable[[str, set[str]], str] = explain_unknown,
-    off_anyway: Collection[str] = (),
+    so_anyway: Callable[[str, object], bool] = is_so_anyway,
 ) -> list[str]:
     """The file's flags as words for `parsers`, without those that are among the words that were typed.
 
-    explain: what to say of a setting that is none of those that the parsers know. off_anyway: settings that are none
-    either, and may be false. Raises ConfigError that names the file and the key.
+    explain: what to say of a setting that is none of those that the parsers know. so_anyway: whether such a setting
+    asks for what is so without it. Raises ConfigError that names the file and the key.
     """
     actions = {
         option: action for parser in parsers for option, action in parser._option_string_actions.items()
@@ -73,7 +75,7 @@ def words_of(
         name = str(key).lstrip("-").replace("-", "_")
         action = actions.get(option_of(name)) or actions.get("-" + name)
         if action is None:
-            if value is False and name in off_anyway:
+            if so_anyway(name, value):
                 continue
             raise ConfigError(f"{where}: {explain(name, known)}")
         if action.dest == "config" or action.default is argparse.SUPPRESS:
@@ -169,8 +171,8 @@ def _text(where: str, action: argparse.Action, value: Any) -> str:
     except argparse.ArgumentTypeError as error:
         raise ConfigError(f"{where}: {error}") from None
     except (TypeError, ValueError):
-        kind = getattr(action.type, "__name__", "value")
-        raise ConfigError(f"{where}: takes {kind}, but got {_shown(value)}") from None
+        kind = _KINDS.get(action.type, "another kind of value")
+        raise ConfigError(f"{where}: must be {kind}, but is {_shown(value)}") from None
     if action.choices is not None and converted not in action.choices:
         raise ConfigError(
             f"{where}: must be one of {', '.join(map(str, action.choices))}, but is {_shown(value)}"

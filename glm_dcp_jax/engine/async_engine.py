@@ -19,6 +19,7 @@ from glm_dcp_jax.engine.lockstep import Leader
 from glm_dcp_jax.engine.outputs import RequestOutput
 from glm_dcp_jax.engine.sampling_params import ParameterError, SamplingParams
 from glm_dcp_jax.engine.sequence import Progress
+from glm_dcp_jax.engine.summary import summary_of
 
 _log = logging.getLogger(__name__)
 _LAST_STEP_SECONDS = 10
@@ -83,6 +84,7 @@ class AsyncEngine:
         self.config, self.model_config = engine.config, engine.model_config
         self.max_model_len, self.tokenizer = engine.max_model_len, engine.tokenizer
         self.sampling_defaults = engine.sampling_defaults
+        self.summary = summary_of(engine.runner.blueprint, engine.max_model_len)
         self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._wake = threading.Condition()
         self._mailboxes: dict[str, _Mailbox] = {}

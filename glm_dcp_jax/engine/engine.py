@@ -24,7 +24,7 @@ from glm_dcp_jax.engine.sampling_params import SamplingParams
 from glm_dcp_jax.engine.scheduler import Scheduler
 from glm_dcp_jax.engine.sequence import Progress, Request, Sequence
 from glm_dcp_jax.engine.slot_columns import SlotColumns
-from glm_dcp_jax.engine.tokenizer import Tokenizer
+from glm_dcp_jax.engine.tokenizer import Tokenizer, tokenizer_source
 from glm_dcp_jax.engine.waiting import require_room
 from glm_dcp_jax.engine.work import Work
 from glm_dcp_jax.model.converted import ConvertedCheckpoint, open_checkpoint
@@ -98,9 +98,8 @@ class Engine:
         processes.start(config.processes)
         directory = locate_model(config.model)
         model = ModelConfig.load(directory, dict(config.hf_overrides), config.latent_norm_eps)
-        tokenizer = None
-        if not config.skip_tokenizer_init and (config.tokenizer or (directory / "tokenizer.json").exists()):
-            tokenizer = Tokenizer.load(config.tokenizer or directory)
+        source = tokenizer_source(config, directory)
+        tokenizer = None if source is None else Tokenizer.load(source)
         if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
             raise ConfigError(
                 f"the tokenizer has {tokenizer.vocab_size} tokens, but the model's vocab_size is {model.vocab_size}"

@@ -16,6 +16,29 @@ Workspace = Callable[[int], int]
 """Bytes per device that the largest steps need beside weights and a cache of so many pages."""
 
 
+def pages_by_flags(
+    cache: CacheConfig,
+    model: ModelConfig,
+    layout: Layout,
+    record: RecordFormat,
+    on_cpu: bool,
+    mtp_layers: int,
+) -> int | None:
+    """Pages of each pool, null page included, where they are known before the weights are loaded; else None.
+
+    num_gpu_blocks_override counts usable pages; kv_cache_memory_bytes is per device. On the CPU there is a default.
+    Raises ConfigError when that is too little.
+    """
+    if cache.num_gpu_blocks_override is not None:
+        return cache.num_gpu_blocks_override + 1
+    if cache.kv_cache_memory_bytes is not None:
+        return pages_in(cache.kv_cache_memory_bytes, model, layout, record, mtp_layers)
+    if on_cpu:
+        # An unset cache on the CPU holds at least one page of any geometry.
+        return max(2, CPU_DEFAULT_BYTES // page_bytes(model, layout, record, mtp_layers))
+    return None
+
+
 def number_of_pages(
     cache: CacheConfig,
     model: ModelConfig,
@@ -27,22 +50,13 @@ def number_of_pages(
 ) -> int:
     """Pages of each pool, null page included; called when the weights are loaded.
 
-    num_gpu_blocks_override counts usable pages; kv_cache_memory_bytes is per device; else what gpu_memory_utilization
-    leaves of every GPU beside weights and the steps' workspace. mtp_layers: those that draft, with caches in the same
-    pages. Raises ConfigError when that is too little.
+    By flags, as pages_by_flags says; else what gpu_memory_utilization leaves of every GPU beside weights and the steps'
+    workspace. mtp_layers: those that draft, with caches in the same pages. Raises ConfigError when that is too little.
     """
-    each, on_cpu = page_bytes(model, layout, record, mtp_layers), mesh.devices.flat[0].platform == "cpu"
-    if cache.num_gpu_blocks_override is not None or cache.kv_cache_memory_bytes is not None:
-        if cache.num_gpu_blocks_override is not None:
-            pages = cache.num_gpu_blocks_override + 1
-        else:
-            pages = pages_in(cache.kv_cache_memory_bytes or 0, model, layout, record, mtp_layers)
-        _require_room(pages * each, mesh, on_cpu)
-        return pages
-    if on_cpu:
-        # An unset cache on the CPU holds at least one page of any geometry.
-        pages = max(2, CPU_DEFAULT_BYTES // each)
-        _require_room(pages * each, mesh, on_cpu)
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    pages = pages_by_flags(cache, model, layout, record, on_cpu, mtp_layers)
+    if pages is not None:
+        _require_room(pages * page_bytes(model, layout, record, mtp_layers), mesh, on_cpu)
         return pages
     stats = [device.memory_stats() for device in mesh.local_devices]
     budget = free_bytes(stats, cache.gpu_memory_utilization, environment.gpu_memory_fraction())

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tqdm import tqdm
 
 from glm_dcp_jax import environment
-from glm_dcp_jax.cache.capacity import resolve_max_model_len
+from glm_dcp_jax.cache.capacity import check_max_model_len, resolve_max_model_len
 from glm_dcp_jax.cache.pools import Pools, make_pools
 from glm_dcp_jax.config import EngineConfig, ModelConfig
 from glm_dcp_jax.config.quantisation import FP8_BLOCK, Quantisation
@@ -28,7 +28,7 @@ from glm_dcp_jax.engine.drafter import Drafter, shapes_behind
 from glm_dcp_jax.engine.exchange_stats import ExchangeStats
 from glm_dcp_jax.engine.grammars import mask_words
 from glm_dcp_jax.engine.logit_rules import adjustment_sizes, no_adjustments
-from glm_dcp_jax.engine.memory import check_exchange_memory, number_of_pages
+from glm_dcp_jax.engine.memory import check_exchange_memory, number_of_pages, pages_by_flags
 from glm_dcp_jax.engine.page_copies import COPIES_AT_ONCE, page_copier
 from glm_dcp_jax.engine.pool_access import State
 from glm_dcp_jax.engine.prompt_scores import PromptScorer
@@ -75,6 +75,7 @@ class Runner:
     def __init__(
         self, config: EngineConfig, model: ModelConfig, checkpoint: Checkpoint | ConvertedCheckpoint
     ) -> None:
+        check_max_model_len(config.scheduler.max_model_len, model)
         self.compiles = CompileCounter()
         stored = stored_weights(checkpoint, model, config)
         self.blueprint = _blueprint(config, model, stored)
@@ -87,6 +88,10 @@ class Runner:
         )
         self.device_kind: str = self.mesh.devices.flat[0].device_kind
         self.steps = self.blueprint.steps
+        cpu, mtp_layers = self.blueprint.on_cpu, self.blueprint.mtp_layers
+        known = pages_by_flags(config.cache, model, self.layout, self.record, cpu, mtp_layers)
+        if known is not None:  # better now than when the weights are loaded
+            resolve_max_model_len(config.scheduler.max_model_len, model, known, self.layout)
         self.parameters = (
             restore_parameters(stored, self.blueprint.shape, self.mesh)
             if isinstance(stored, ConvertedCheckpoint)
@@ -100,7 +105,7 @@ class Runner:
             self.record,
             self.mesh,
             lambda pages: self._workspace(config, model, pages),
-            self.blueprint.mtp_layers,
+            mtp_layers,
         )
         self.num_pages = processes.least(pages)
         self.max_model_len = resolve_max_model_len(

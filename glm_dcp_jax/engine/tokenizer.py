@@ -9,7 +9,7 @@ from typing import Any
 
 import tokenizers
 
-from glm_dcp_jax.config import ConfigError
+from glm_dcp_jax.config import ConfigError, EngineConfig
 from glm_dcp_jax.engine.chat_template import ChatTemplate, ChatTemplateError, glm_template, read_template
 
 _LOG = logging.getLogger(__name__)
@@ -24,6 +24,15 @@ _TEMPLATE_TOKENS = (
     "cls_token",
     "mask_token",
 )
+
+
+def tokenizer_source(config: EngineConfig, directory: Path) -> Path | None:
+    """What an engine's tokenizer is loaded from, for a checkpoint in `directory`; None if it has none."""
+    if config.skip_tokenizer_init:
+        return None
+    if config.tokenizer:
+        return Path(config.tokenizer)
+    return directory if (directory / "tokenizer.json").exists() else None
 
 
 class Tokenizer:
@@ -56,8 +65,8 @@ class Tokenizer:
         file = given / "tokenizer.json" if given.is_dir() else given
         if not file.is_file():
             raise ConfigError(
-                f"there is no tokenizer at {file}; "
-                "set tokenizer to another, or set skip_tokenizer_init and send token ids"
+                f"there is no tokenizer at {file}; name another with --tokenizer, or give --skip-tokenizer-init and "
+                "send token ids"
             )
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))

@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 
 from glm_dcp_jax import environment
 from glm_dcp_jax.config import ConfigError, EngineConfig
-from glm_dcp_jax.serve import flags, logs, run
+from glm_dcp_jax.serve import flags, logs, run, tracing
 from glm_dcp_jax.serve.interface import DAEMONS, Engine
+from glm_dcp_jax.serve.settings import ServerSettings
 
-_LOG = logging.getLogger(__name__)
+_LOG = logging.getLogger("glm_dcp_jax.serve")  # not __name__: that is "__main__", whose level is not ours
 _INTERRUPTED = 130
 
 
@@ -29,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if command.config.processes.process_id > 0:
             return _follow(command)
+        if command.settings.profiler_dir is not None:
+            tracing.check_directory(command.settings.profiler_dir)
         listener = run.bind(command.settings.host, command.settings.port)
         run.serve(_load(command), command.settings, listener)
     except (ConfigError, OSError, run.WarmUpFailed) as error:
@@ -44,7 +47,20 @@ def _load(command: flags.Command) -> Engine:
     from glm_dcp_jax.engine.async_engine import AsyncEngine
 
     with _reported():
-        return AsyncEngine.from_config(config)
+        _check_parsers(command.settings, config)
+        engine = AsyncEngine.from_config(config)
+    model = "the built-in model, whose weights are random" if command.demo else config.model
+    _LOG.info("serving %s: %s", model, engine.summary)
+    return engine
+
+
+def _check_parsers(settings: ServerSettings, config: EngineConfig) -> None:
+    """Raise ConfigError for parsers that the model is too bare for, before it is loaded."""
+    from glm_dcp_jax.engine.tokenizer import tokenizer_source
+    from glm_dcp_jax.model.locate import locate_model
+
+    if settings.named_parsers and tokenizer_source(config, locate_model(config.model)) is None:
+        settings.require_no_parser(f"{config.model} has no tokenizer.json")
 
 
 def _follow(command: flags.Command) -> int:
@@ -69,7 +85,7 @@ def _prepare(command: flags.Command) -> EngineConfig:
         from glm_dcp_jax.demo import tiny_model_directory
 
         config = dataclasses.replace(config, model=str(tiny_model_directory()))
-    _LOG.info("loading %s", config.model)
+    _LOG.info("loading %s", "the built-in model" if command.demo else config.model)
     return config
 
 

@@ -1,5 +1,6 @@
 """The ASGI app: the endpoints over one engine."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -16,6 +17,7 @@ from glm_dcp_jax.serve import (
     profiling,
     status,
     status_page,
+    throughput,
     tokens,
 )
 from glm_dcp_jax.serve.auth import RequireKey
@@ -45,7 +47,12 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        logging = None
+        if not settings.disable_log_stats:
+            logging = asyncio.create_task(throughput.log_throughput(engine, throughput.INTERVAL))
         yield
+        if logging is not None:
+            logging.cancel()
         profiler.close()
         engine.shutdown(drain.left)
 

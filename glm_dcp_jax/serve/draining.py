@@ -53,7 +53,7 @@ class Drain:
     def require_open(self) -> None:
         """Raises ApiError 503, with Retry-After, for a request that comes too late."""
         if self.begun:
-            message = "the server is shutting down and takes no new requests; send this one to another"
+            message = "the server is shutting down and takes no new requests"
             raise ApiError(message, 503, retry_after=_RETRY_SECONDS)
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from glm_dcp_jax._version import __version__
-from glm_dcp_jax.config import FLAGS, REFUSED, ConfigError, EngineConfig, Flag, engine_config, flags_file
+from glm_dcp_jax.config import FLAGS, ConfigError, EngineConfig, Flag, engine_config, flags_file
 from glm_dcp_jax.config.flags import (
+    DEMO_DEVICES,
     JSON_FLAGS,
     SIZE_LISTS,
-    explain_unknown,
     field_of,
     in_flags,
     option_of,
@@ -23,47 +23,12 @@ from glm_dcp_jax.config.flags import (
 )
 from glm_dcp_jax.config.json_file import parse_json
 from glm_dcp_jax.engine.chat_template import read_template
+from glm_dcp_jax.serve import foreign_flags
 from glm_dcp_jax.serve.own_flags import SAME_NAME, add_own_flags, same_named
 from glm_dcp_jax.serve.settings import ServerSettings
 
 DEMO_NAME = "glm-dcp-demo"
-DEMO_DEVICES = 4
 
-_REFUSED_HERE = {
-    "chat_template_content_format": "messages reach the template as plain strings",
-    "disable_log_requests": "requests are logged with --enable-log-requests only; leave it out",
-    "enable_request_id_headers": "answers always have X-Request-Id; leave it out",
-    "enable_server_load_tracking": "/load always says the load; leave it out",
-    "max_log_len": "prompts are never logged; see --enable-log-requests",
-    "no_enable_auto_tool_choice": "--tool-call-parser none does that",
-    "profiler_config": "use --profiler-dir",
-    "reasoning_parser_plugin": "--reasoning-parser has GLM's own",
-    "ssl_certfile": "put a TLS proxy in front",
-    "ssl_keyfile": "put a TLS proxy in front",
-    "tool_parser_plugin": "--tool-call-parser has GLM's own",
-    "uvicorn_log_level": "use --log-level",
-    "uds": "the server listens on --host and --port only",
-}
-_OFF_ANYWAY = {
-    "calculate_kv_scales",
-    "enable_expert_parallel",
-    "enable_lora",
-    "enforce_eager",
-    "trust_remote_code",
-}
-"""vLLM's switches whose --no- form asks for what we do."""
-_SGLANG = {
-    "chunked_prefill_size": "--max-num-batched-tokens",
-    "context_length": "--max-model-len",
-    "max_running_requests": "--max-num-seqs",
-    "mem_fraction_static": "--gpu-memory-utilization",
-    "model_path": "--model",
-    "page_size": "--block-size",
-    "tp": "-tp",
-    "tp_size": "-tp",
-    "dcp": "-dcp",
-    "dcp_size": "-dcp",
-}
 LENGTHS = (
     "max_model_len",
     "max_num_batched_tokens",
@@ -86,11 +51,6 @@ _SPELLED = {
     for name in (*(flag.name for flag in FLAGS), "api_key", "served_model_name", *SAME_NAME)
     if name != "dtype"  # config.json has a field of this name; the flag's values are checked by the parser
 }
-_VLLM_SHORT = {
-    "-pp": "pipeline_parallel_size",
-    "-dp": "data_parallel_size",
-    "-pcp": "prefill_context_parallel_size",
-}
 
 
 @dataclass(frozen=True)
@@ -105,10 +65,10 @@ class Command:
 def parse(argv: Sequence[str], has_gpu: bool) -> Command:
     """Read a command line. Raises ConfigError for anything that cannot work; --help and --version exit."""
     parser = make_parser()
-    words = [dashed for argument in argv if (dashed := with_dashes(argument)) not in _asks_for_nothing()]
+    words = foreign_flags.without_what_is_so([with_dashes(argument) for argument in argv])
     file, words = flags_file.split_off(words)
     arguments = _with_objects(words)
-    _require_known(parser, arguments)
+    foreign_flags.require_known(parser, arguments)
     if file is not None:
         from_file = words_of_file(file, words, [parser])
         if parser.parse_known_args(arguments)[0].MODEL is not None:
@@ -126,6 +86,8 @@ def parse(argv: Sequence[str], has_gpu: bool) -> Command:
         chat_template=_template(given.pop("chat_template")),
         **same_named(given),
     )
+    if given["skip_tokenizer_init"]:
+        settings.require_no_parser("--skip-tokenizer-init loads none")
     del given["enable_auto_tool_choice"]
     if model is None and not has_gpu:
         _spread_demo(given)
@@ -135,7 +97,11 @@ def parse(argv: Sequence[str], has_gpu: bool) -> Command:
 def words_of_file(file: Path, typed: Sequence[str], parsers: Sequence[argparse.ArgumentParser]) -> list[str]:
     """As flags_file.words_of; what is not known is explained as on the command line."""
     return flags_file.words_of(
-        file, typed, parsers, lambda name, known: _explain(option_of(name), known), _OFF_ANYWAY
+        file,
+        typed,
+        parsers,
+        lambda name, known: foreign_flags.explain(option_of(name), known),
+        foreign_flags.is_so,
     )
 
 
@@ -207,10 +173,6 @@ def _length(text: str) -> int | None:
     return round(float(number) * _MULTIPLES[multiple]) if found[3] else int(number) * _MULTIPLES[multiple]
 
 
-def _asks_for_nothing() -> set[str]:
-    return {"--no-" + name.replace("_", "-") for name in _OFF_ANYWAY}
-
-
 def explain(error: ConfigError) -> str:
     """What was wrong, in the words of a command line: flags instead of settings, the server's own among them."""
     return in_flags(str(error), _SPELLED)
@@ -258,37 +220,6 @@ def _json_or_text(text: str) -> Any:
         return parse_json(text)
     except ValueError:
         return text
-
-
-def _require_known(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    """Raise ConfigError for the first flag we do not have; argparse's own message would name no alternative."""
-    options = parser._option_string_actions
-    known = {option[2:].replace("-", "_") for option in options if option.startswith("--")}
-    expects_value = False
-    for argument in arguments:
-        name = argument.partition("=")[0]
-        is_value = expects_value and not argument.startswith("--")
-        expects_value = False
-        if name in options:
-            expects_value = options[name].nargs != 0 and "=" not in argument
-        elif argument.startswith("-") and not is_value:
-            raise ConfigError(_explain(name, known))
-
-
-def _explain(option: str, known: set[str]) -> str:
-    name = _VLLM_SHORT.get(option, option.lstrip("-").replace("-", "_").partition(".")[0])
-    positive = name.removeprefix("no_").removeprefix("disable_")
-    for candidate in (name, positive):
-        if candidate in _REFUSED_HERE:
-            return f"{option} is not supported: {_REFUSED_HERE[candidate]}"
-        if candidate in REFUSED:
-            return f"{option} is not supported: {REFUSED[candidate]}"
-    flag, _, key = option.partition(".")
-    if key and name in known:
-        return f"{flag} takes one value; it has no key {key!r}"
-    if name in _SGLANG:
-        return f"unknown flag {option}; it is {_SGLANG[name]} here"
-    return explain_unknown(name, known)
 
 
 def _model(positional: str | None, flag: str | None) -> str | None:

@@ -4,6 +4,9 @@ import json
 import logging
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from typing import TextIO
+
+from tqdm import tqdm
 
 REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
 """Of the request that this task works for."""
@@ -15,7 +18,10 @@ _OF_EVERY_RECORD = {*vars(logging.makeLogRecord({})), "message", "asctime", "abo
 
 def configure(level: str, form: str = "text") -> None:
     """Show our own and the HTTP server's events from `level` on, other libraries' warnings. form: text or json."""
-    logging.basicConfig(format=_FORMAT, datefmt="%m-%d %H:%M:%S", level=logging.WARNING, force=True)
+    handlers = [_BesideBars()]
+    logging.basicConfig(
+        format=_FORMAT, datefmt="%m-%d %H:%M:%S", level=logging.WARNING, handlers=handlers, force=True
+    )
     for handler in logging.getLogger().handlers:
         handler.addFilter(_say_which_request)
         if form == "json":
@@ -25,6 +31,15 @@ def configure(level: str, form: str = "text") -> None:
     if level != "debug":
         logging.getLogger("uvicorn.error").addFilter(_is_no_false_start)
         logging.getLogger("uvicorn.access").addFilter(_is_no_poll)
+
+
+class _BesideBars(logging.StreamHandler[TextIO]):
+    """To stderr, where bars of progress make way for each line and come again below it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line."""
+        with tqdm.external_write_mode(file=self.stream):
+            super().emit(record)
 
 
 class _Json(logging.Formatter):

@@ -4,7 +4,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import Counter, Histogram, generate_latest
 
 from glm_dcp_jax.engine.outputs import RequestOutput
 from glm_dcp_jax.engine.sampling_params import SamplingParams
@@ -12,6 +12,7 @@ from glm_dcp_jax.serve.engine_metrics import EngineCollector
 from glm_dcp_jax.serve.families import Families
 from glm_dcp_jax.serve.interface import Engine
 from glm_dcp_jax.serve.metric_table import DEFAULT_PREFIX, METRICS, tokens_up_to
+from glm_dcp_jax.serve.registry import make_registry
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
 QUEUE_LIMITS = ("max_num_queued_reqs", "max_num_queued_tokens")
@@ -42,7 +43,7 @@ class Metrics:
 
     def __init__(self, engine: Engine, model_name: str, prefix: str = DEFAULT_PREFIX) -> None:
         """Every metric shows 0 from the beginning on."""
-        self._registry, self._prefix = CollectorRegistry(), prefix
+        self._registry, self._prefix = make_registry(), prefix
         self._labels = (model_name, "0")
         tokens = tokens_up_to(engine.max_model_len)
         self._histograms = {

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from glm_dcp_jax.config.flags_file import HELP, OPTION, json_list
+from glm_dcp_jax.engine.sampling_params import MAX_LOGPROBS
 from glm_dcp_jax.serve.metric_table import DEFAULT_PREFIX
 from glm_dcp_jax.serve.parsing.parsers import CHOICES
 from glm_dcp_jax.serve.settings import LOG_FORMATS, LOG_LEVELS, ServerSettings
@@ -19,6 +20,7 @@ SAME_NAME = (
     "log_format",
     "enable_log_requests",
     "disable_uvicorn_access_log",
+    "disable_log_stats",
     "shutdown_timeout",
     "sse_keep_alive_interval",
     "allowed_origins",
@@ -83,7 +85,7 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
         "--max-logprobs",
         type=int,
         default=_default("max_logprobs"),
-        help=f"most logprobs a token (default: {_default('max_logprobs')})",
+        help=f"most logprobs a token, from 0 to {MAX_LOGPROBS} (default: {_default('max_logprobs')})",
     )
     group.add_argument(
         "--shutdown-timeout",
@@ -151,6 +153,12 @@ def _add_logs(group: argparse._ArgumentGroup) -> None:
         action=argparse.BooleanOptionalAction,
         default=False,
         help="no line for each HTTP request",
+    )
+    group.add_argument(
+        "--disable-log-stats",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="no line of throughput every 10 seconds in which there is work",
     )
     group.add_argument(
         "--profiler-dir",

@@ -42,6 +42,7 @@ class ServerSettings:
     log_format: str = "text"
     enable_log_requests: bool = False
     disable_uvicorn_access_log: bool = False
+    disable_log_stats: bool = False
     shutdown_timeout: float = 5.0
     sse_keep_alive_interval: float = 0.0
     allowed_origins: tuple[str, ...] = ()
@@ -58,7 +59,10 @@ class ServerSettings:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be from 0 (any free one) to 65535, but is {self.port}")
         if not 0 <= self.max_logprobs <= MAX_LOGPROBS:
-            raise ConfigError(f"max_logprobs must be from 0 to {MAX_LOGPROBS}, but is {self.max_logprobs}")
+            unlimited = "; vLLM's -1, no limit, cannot be had" if self.max_logprobs == -1 else ""
+            raise ConfigError(
+                f"max_logprobs must be from 0 to {MAX_LOGPROBS}, but is {self.max_logprobs}{unlimited}"
+            )
         for name in ("reasoning_parser", "tool_call_parser"):
             if getattr(self, name) not in CHOICES:
                 raise ConfigError(f"{name} must be {', '.join(CHOICES)}, but is {getattr(self, name)!r}")
@@ -81,6 +85,19 @@ class ServerSettings:
                 ChatTemplate(self.chat_template)  # better now than at the first request
             except ChatTemplateError as error:
                 raise ConfigError(f"--chat-template: {error}") from None
+
+    @property
+    def named_parsers(self) -> dict[str, str]:
+        """Parsers that were asked for, by the flag."""
+        names = ("reasoning_parser", "tool_call_parser")
+        return {name: getattr(self, name) for name in names if getattr(self, name) not in ("auto", "none")}
+
+    def require_no_parser(self, why: str) -> None:
+        """Raise ConfigError for a parser that was asked for where there is no tokenizer. why: there is none."""
+        for name, choice in self.named_parsers.items():
+            raise ConfigError(
+                f"{name} {choice} needs a tokenizer, and {why}; give one with --tokenizer, or use auto or none"
+            )
 
     def _check_origins(self) -> None:
         if not self.allowed_origins:

@@ -2,12 +2,32 @@
 
 import asyncio
 import logging
+import os
+import tempfile
 from pathlib import Path
 
+from glm_dcp_jax.config import ConfigError
 from glm_dcp_jax.serve.errors import ApiError
 
 _LOG = logging.getLogger(__name__)
 _TRACES = "**/*.xplane.pb"
+
+
+def check_directory(given: str) -> None:
+    """Make the directory if it is not there. Raises ConfigError for one that traces cannot be written to."""
+    directory = _absolute(given)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise ConfigError(f"profiler_dir {directory} cannot be written: {error.strerror}") from None
+
+
+def _absolute(directory: str) -> Path:
+    return Path(
+        os.path.expanduser(directory)
+    ).absolute()  # unlike Path.expanduser, leaves an unknown ~user alone
 
 
 class Profiler:
@@ -15,7 +35,7 @@ class Profiler:
 
     def __init__(self, directory: str | None) -> None:
         """directory: None for a server without a profiler."""
-        self._directory = None if directory is None else Path(directory).expanduser().absolute()
+        self._directory = None if directory is None else _absolute(directory)
         self._changing = asyncio.Lock()
         self._before: set[Path] | None = None
 

@@ -8,6 +8,7 @@ from glm_dcp_jax.config import FLAGS, REFUSED, ConfigError, EngineConfig, engine
 from glm_dcp_jax.config.engine import CacheConfig, ParallelConfig, SchedulerConfig
 from glm_dcp_jax.config.flags import field_of, in_flags, value_type
 from glm_dcp_jax.config.processes import ProcessConfig
+from glm_dcp_jax.config.refused import SO_ANYWAY
 
 SECTIONS = (ParallelConfig, CacheConfig, SchedulerConfig, ProcessConfig)
 NOT_FLAGS = {"model", "parallel", "cache", "scheduler", "processes", "speculative", "transfer"}
@@ -108,10 +109,23 @@ def test_an_unknown_flag_names_the_nearest_known_one(name, message):
 @pytest.mark.parametrize("name", REFUSED)
 def test_flags_of_vllm_that_we_lack_are_refused_with_a_reason(name):
     with pytest.raises(ConfigError) as raised:
-        engine_config("m", **{name: 1})
+        engine_config("m", **{name: "else"})
     option = "--" + name.replace("_", "-")
     assert str(raised.value) == f"{option} is not supported: {REFUSED[name]}"
     assert "did you mean" not in str(raised.value) and len(REFUSED[name]) > 10
+
+
+def test_all_of_them_are_named_at_once():
+    with pytest.raises(ConfigError, match="--enable-lora is not supported: .*; unknown flag --zzz$"):
+        engine_config("m", enable_lora=True, zzz=1)
+
+
+def test_what_is_so_anyway_may_be_asked_for():
+    asked = {name: value for name, values in SO_ANYWAY.items() for value in values[:1]}
+    assert engine_config("m", **asked) == engine_config("m")
+    for name, value in [("pipeline_parallel_size", True), ("enable_chunked_prefill", 1), ("swap_space", 4)]:
+        with pytest.raises(ConfigError, match=f"{name.replace('_', '-')} is not supported"):
+            engine_config("m", **{name: value})
 
 
 def test_lora_pipeline_and_data_parallelism_are_among_them():

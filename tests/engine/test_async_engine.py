@@ -95,6 +95,13 @@ def mortal(directory) -> Iterator[AsyncEngine]:
     engine.shutdown()
 
 
+def test_a_line_says_what_is_served(shared):
+    assert shared.summary == (
+        "tensor parallel size 1, decode context parallel size 1, dtype float32, weights not quantised, "
+        "KV cache float32, max model len 100, no drafts"
+    )
+
+
 class TestRequests:
     def test_concurrent_requests_give_what_llm_gives(self, engine, llm):
         params = [changed(GREEDY, temperature=row % 2, seed=row, max_tokens=12) for row in range(len(MIXED))]

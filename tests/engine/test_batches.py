@@ -21,6 +21,7 @@ from tiny import (
 
 from glm_dcp_jax import SamplingParams
 from glm_dcp_jax.config import ConfigError
+from glm_dcp_jax.engine import runner
 from glm_dcp_jax.engine.sequence import Progress
 
 PAGES = SETTINGS["num_gpu_blocks_override"]
@@ -120,7 +121,10 @@ class TestOtherEngines:
         ],
         ids=lambda value: None if isinstance(value, str) else str(value),
     )
-    def test_settings_that_cannot_work(self, directory, settings, message):
+    def test_settings_that_cannot_work_are_refused_before_weights_are_loaded(
+        self, directory, settings, message, monkeypatch
+    ):
+        monkeypatch.setattr(runner, "load_parameters", lambda *_: pytest.fail("loaded weights for nothing"))
         with pytest.raises(ConfigError, match=message):
             tiny_llm(directory, **settings)
 

@@ -110,7 +110,10 @@ def test_a_lone_surrogate_is_an_error(directory):
 
 
 def test_a_missing_tokenizer_is_named_with_the_way_out(tmp_path):
-    with pytest.raises(ConfigError, match="no tokenizer at .*tokenizer.json.*skip_tokenizer_init"):
+    with pytest.raises(
+        ConfigError,
+        match="no tokenizer at .*tokenizer.json; name another with --tokenizer, or give --skip-tokenizer-init",
+    ):
         Tokenizer.load(tmp_path)
 
 

@@ -11,8 +11,9 @@ import pytest
 
 from glm_dcp_jax import environment
 from glm_dcp_jax.config import FLAGS, REFUSED, ConfigError, SpeculativeConfig
+from glm_dcp_jax.config.refused import SO_ANYWAY
 from glm_dcp_jax.serve import __main__ as entry
-from glm_dcp_jax.serve import flags, run
+from glm_dcp_jax.serve import flags, run, tracing
 
 ROOT = Path(__file__).parents[2]
 
@@ -111,7 +112,8 @@ def test_with_a_gpu_the_demo_takes_one():
         ),
         ("m --block-size 0", "block_size must be an integer of at least 1"),
         ("m --hf-overrides {", "hf_overrides is not valid JSON"),
-        ("m --max-logprobs 99", "max_logprobs must be from 0 to 20"),
+        ("m --max-logprobs 99", "max_logprobs must be from 0 to 20, but is 99$"),
+        ("m --max-logprobs -1", "but is -1; vLLM's -1, no limit, cannot be had"),
         ("m --chat-template nowhere.jinja", "neither a file nor a jinja template"),
         ("m --chat-template {%if%}", "--chat-template: the chat template does not parse, line 1"),
         ("m --model other", "two models are named, m and other"),
@@ -144,7 +146,7 @@ def test_what_is_printed_names_flags_as_they_are_typed(argv, says, capsys):
     assert capsys.readouterr().err.startswith(f"error: {says}")
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
+@pytest.mark.parametrize("name", sorted(name for name in REFUSED if True not in SO_ANYWAY.get(name, ())))
 def test_vllm_flags_we_do_not_have_are_refused_by_name(name):
     option = "--" + name.replace("_", "-")
     for argv in ([option, "2", "m"], [f"{option}=2", "m"], ["m", option], [f"--{name}", "2", "m"]):
@@ -230,6 +232,36 @@ def test_objects_that_cannot_be_read(argv, says):
         parse(*argv.split())
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "--trust-remote-code --enable-chunked-prefill --disable-log-requests --no-enable-log-requests",
+        "-pp 1 -dp 1 --pipeline_parallel_size=1 --data-parallel-size 1 -dp=1 --load-format auto",
+        "--enable-prompt-tokens-details --enable-server-load-tracking --disable-frontend-multiprocessing",
+        "--no-trust-remote-code --swap-space 0 --enable-request-id-headers",
+    ],
+)
+def test_a_command_line_of_vllm_may_ask_for_what_is_so_anyway(asked):
+    assert parse("m", *asked.split()) == parse(*asked.split(), "m") == parse("m")
+
+
+def test_so_may_a_file_of_flags(tmp_path):
+    file = tmp_path / "flags.yaml"
+    file.write_text("model: m\ntrust-remote-code: true\npipeline-parallel-size: 1\nenable-lora: false\n")
+    assert parse("--config", str(file)) == parse("m")
+    file.write_text("model: m\npipeline-parallel-size: 2\n")
+    with pytest.raises(ConfigError, match="pipeline-parallel-size is not supported"):
+        parse("--config", str(file))
+
+
+def test_all_flags_that_cannot_be_are_named_at_once(capsys):
+    assert entry.main("m -pp 2 --enforce-eager --nope -1 --revision main -pp 2 --port 0".split()) == 2
+    said = capsys.readouterr().err
+    for reason in ("-pp is not", "--enforce-eager is not", "unknown flag --nope", "--revision is not"):
+        assert said.count(reason) == 1
+    assert said.count("\n") == 1 and "unknown flag -1" not in said
+
+
 def test_switching_off_what_is_not_there_changes_nothing():
     assert parse("m", "--no-enable-lora", "--no_enforce_eager") == parse("m")
 
@@ -275,6 +307,16 @@ def test_a_taken_port_is_said_before_anything_is_loaded(capsys, monkeypatch):
     assert f"cannot listen on 127.0.0.1 port {port}" in capsys.readouterr().err
 
 
+def test_a_profilers_directory_is_made_or_refused_before_anything_is_loaded(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(entry, "_load", lambda command: pytest.fail("loaded a model for nothing"))
+    (tmp_path / "file").touch()
+    assert entry.main(["m", "--port", "0", "--profiler-dir", str(tmp_path / "file" / "in")]) == 1
+    said = capsys.readouterr().err
+    assert said == f"error: --profiler-dir {tmp_path}/file/in cannot be written: Not a directory\n"
+    tracing.check_directory(str(tmp_path / "new" / "in"))
+    assert list((tmp_path / "new" / "in").iterdir()) == []
+
+
 def test_a_host_that_is_not_ours_is_said():
     with pytest.raises(ConfigError, match="cannot listen on no.such.host.invalid"):
         run.bind("no.such.host.invalid", 0)
@@ -292,6 +334,23 @@ def test_a_model_that_cannot_be_loaded_is_one_line_and_exit_code_1(error, capsys
     monkeypatch.setitem(sys.modules, module.__name__, module)
     assert entry.main(["m", "--port", "0", "--log-level", "error"]) == 1
     assert capsys.readouterr().err == f"error: {error}\n"
+
+
+@pytest.mark.parametrize("flag", ["--reasoning-parser", "--tool-call-parser"])
+def test_a_parser_without_a_tokenizer_is_refused(flag, tmp_path, capsys, monkeypatch):
+    assert entry.main(["m", "--skip-tokenizer-init", flag, "glm47"]) == 2
+    assert f"error: {flag} glm47 needs a tokenizer, and --skip-tokenizer-init" in capsys.readouterr().err
+    for choice in ("auto", "none"):
+        assert parse("m", "--skip-tokenizer-init", flag, choice).config.skip_tokenizer_init
+    monkeypatch.setattr(
+        "glm_dcp_jax.engine.async_engine.AsyncEngine.from_config", lambda config: pytest.fail("loaded it")
+    )
+    (tmp_path / "config.json").write_text("{}")
+    assert entry.main([str(tmp_path), "--port", "0", "--log-level", "error", flag, "glm45"]) == 1
+    assert capsys.readouterr().err == (
+        f"error: {flag} glm45 needs a tokenizer, and {tmp_path} has no tokenizer.json; give one with --tokenizer, or "
+        "use auto or none\n"
+    )
 
 
 def test_more_virtual_devices_than_a_machine_bears_are_refused_before_jax_starts(monkeypatch, capsys):

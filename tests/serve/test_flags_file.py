@@ -102,8 +102,8 @@ def test_json_is_yaml(file):
             ": context-length: unknown flag --context-length; it is --max-model-len here",
         ),
         ("5: 4", ": 5: unknown flag --5"),
-        ("port: eighty", ': port: takes int, but got "eighty"'),
-        ("port: 80.5", ": port: takes int, but got 80.5"),
+        ("port: eighty", ': port: must be a whole number, but is "eighty"'),
+        ("port: 80.5", ": port: must be a whole number, but is 80.5"),
         ("port: true", ": port: takes one value, but got true"),
         ("port: [1, 2]", r": port: takes one value, but got \[1, 2\]"),
         ("port: {a: 1}", ": port: takes one value, but got"),
@@ -145,7 +145,7 @@ def test_what_is_wrong_is_named_with_file_and_key(file, text, says, capsys):
 
 
 def test_a_value_that_the_command_line_overrides_must_be_right_all_the_same(file):
-    with pytest.raises(ConfigError, match="port: takes int"):
+    with pytest.raises(ConfigError, match="port: must be a whole number"):
         parse("m", "--port", "80", "--config", file("port: eighty"))
 
 

@@ -1,14 +1,17 @@
 """What the log says of requests, for people and for machines."""
 
+import io
 import json
 import logging
 import re
+import sys
 from datetime import datetime
 
 import httpx
 import pytest
 from answers import events
 from live import signalled_server
+from tqdm import tqdm
 
 from glm_dcp_jax.engine.sampling_params import SamplingParams
 from glm_dcp_jax.serve import logs
@@ -124,3 +127,16 @@ def test_the_access_line_says_which_request_it_is_about(engine, capsys):
         httpx.get(f"{url}/health")
     [line] = [line for line in capsys.readouterr().err.splitlines() if "GET /" in line]
     assert "[request mine-1] " in line and "GET /v1/models" in line
+
+
+def test_a_line_has_no_part_of_a_progress_bar_in_it(monkeypatch):
+    screen = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", screen)
+    logs.configure("info")
+    with tqdm(total=2, desc="Loading", file=screen, mininterval=0, delay=0, ncols=40) as bar:
+        bar.update()
+        logging.getLogger("glm_dcp_jax").info("between")
+        bar.update()
+    shown = screen.getvalue()
+    line = next(line for line in shown.split("\n") if line.endswith("between"))
+    assert line.rpartition("\r")[2].startswith("INFO ") and "Loading" in shown

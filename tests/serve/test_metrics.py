@@ -20,6 +20,7 @@ from glm_dcp_jax.transfer.transfer_stats import ConsumerStats
 
 pytestmark = pytest.mark.anyio
 OWN_LABELS = ("finished_reason", "kind", "le", "outcome", "path", "phase", "position", "reason")
+OF_THE_PROCESS = ("process_", "python_")
 COMPLETIONS = "/v1/completions"
 
 
@@ -40,6 +41,8 @@ async def scrape(client) -> dict[str, float]:
     assert answer.headers["content-type"].startswith("text/plain")
     found = {}
     for family in text_string_to_metric_families(answer.text):
+        if family.name.startswith(OF_THE_PROCESS):
+            continue
         for sample in family.samples:
             assert sample.labels["model_name"] == "fake" and sample.labels["engine"] == "0"
             own = next((sample.labels[name] for name in OWN_LABELS if name in sample.labels), None)
@@ -85,7 +88,7 @@ def exported(text: str) -> set[tuple[str, str]]:
     return {
         (family.name + ("_total" if family.type == "counter" else ""), family.type)
         for family in families
-        if not family.name.endswith("_created")
+        if not family.name.startswith(OF_THE_PROCESS)
     }
 
 
@@ -140,6 +143,14 @@ async def test_dashboards_made_for_vllm_find_its_names_kinds_and_labels(engine, 
         assert kinds[f"vllm:{name}"] == kind
         if name != "cache_config_info":
             assert labels[f"vllm:{name}"] - {"le"} == {"model_name", "engine", *own}
+
+
+async def test_the_process_has_its_metrics_too_and_nothing_says_when_it_was_created(client):
+    text = (await client.get("/metrics")).text
+    assert {"process_resident_memory_bytes", "python_info", "python_gc_collections_total"} <= {
+        name for line in text.splitlines() if (name := re.split("[{ ]", line)[0])
+    }
+    assert "_created" not in text
 
 
 async def test_buckets_are_vllms(client):

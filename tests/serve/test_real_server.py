@@ -78,6 +78,9 @@ def test_the_log_tells_the_capacity_as_vllm_does(server):
     log = "".join(server.log)
     assert re.search(r"GPU KV cache size: [\d,]+ tokens", log)
     assert re.search(r"Maximum concurrency for 4,096 tokens per request: [\d.]+x", log)
+    assert (
+        "serving the built-in model, whose weights are random: tensor parallel size 4, decode context " in log
+    )
 
 
 def test_a_completion_and_its_stream_are_the_same(client, model):

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import Counter, Gauge, Histogram, generate_latest
 
+from glm_dcp_jax.serve.registry import make_registry
 from glm_dcp_jax.serve.router.backends import Backend
 from glm_dcp_jax.serve.router.bodies import SKIPS
 
@@ -24,7 +25,7 @@ class Metrics:
     """Every metric shows 0 from the beginning on."""
 
     def __init__(self, backends: Sequence[Backend]) -> None:
-        self._registry = CollectorRegistry()
+        self._registry = make_registry()
         self._requests = self._counters("requests", "Requests by outcome", "outcome", OUTCOMES)
         self._fallbacks = self._counters(
             "fallbacks", "Requests that decode servers did alone, after prefill failed", "reason", FALLBACKS
