@@ -14,6 +14,7 @@ from glm_dcp_jax import environment
 
 VIRTUAL_DEVICES = 8
 ROOT = Path(__file__).parent.parent
+SHORT = ("cache", "config")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -57,6 +58,8 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # Files of many short tests come last: whoever of several processes is done first takes them.
+    items.sort(key=lambda item: item.path.relative_to(ROOT / "tests").parts[0] in SHORT)
     if config.getoption("--platform") == "gpu":
         return
     for item in items:

@@ -30,7 +30,7 @@ CASES = {
 }
 
 
-QUICK = {"8 x H200 dcp8 ag_rs decode", "4 x RTX PRO 6000 dcp4 context prefill"}
+QUICK = {"8 x H200 dcp8 ag_rs decode"}
 PROGRAMS = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in CASES]
 DECODING = [program for program in PROGRAMS if CASES[program.values[0]][2] is DECODE]
 

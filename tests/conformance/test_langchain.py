@@ -2,12 +2,12 @@
 
 import pytest
 
-langchain_openai = pytest.importorskip("langchain_openai", reason="needs the extra `conformance`")
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def chat(url, model):
+    langchain_openai = pytest.importorskip("langchain_openai", reason="needs the extra `conformance`")
     return langchain_openai.ChatOpenAI(
         base_url=f"{url}/v1",
         api_key="secret",

@@ -7,6 +7,7 @@ from tiny import CONFIG, GREEDY, SETTINGS, changed, generate, random_prompts, ti
 
 from glm_dcp_jax import LLM
 from glm_dcp_jax.engine.compiles import CompileCounter
+from glm_dcp_jax.engine.structured_outputs import StructuredOutputs
 
 
 def compile_something(constant: float) -> None:
@@ -42,7 +43,11 @@ class TestCounter:
 
 @pytest.fixture(
     scope="module",
-    params=[(1, 1, 0), pytest.param((4, 2, 0), marks=pytest.mark.slow), (1, 1, 2)],
+    params=[
+        (1, 1, 0),
+        pytest.param((4, 2, 0), marks=pytest.mark.slow),
+        pytest.param((1, 1, 2), marks=pytest.mark.slow),
+    ],
     ids=["one device", "a mesh of 4 by 2", "one device that drafts"],
 )
 def warm(request, drafting, devices) -> LLM:
@@ -69,6 +74,7 @@ def test_a_mixed_load_compiles_nothing(warm):
         changed(GREEDY, temperature=1.0, presence_penalty=0.5, min_tokens=3, ignore_eos=False),
         changed(GREEDY, max_tokens=None),
         changed(GREEDY, prompt_logprobs=1),
+        changed(GREEDY, ignore_eos=False, structured_outputs=StructuredOutputs(regex="[ab]{4}")),
     ]
     generate(warm, prompts, [some[row % len(some)] for row in range(len(prompts))])
     for row, prompt in enumerate(prompts):

@@ -332,7 +332,7 @@ def test_kernels_decode_every_code(case: Case) -> None:
 
 
 @pytest.mark.parametrize("sharers", [1, 4])
-@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("wide", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_cost_is_what_the_kernel_does(moved: Callable[[], Cost], wide: bool, sharers: int) -> None:
     """Exactly where sizes fill their tiles, but that slots and masks are looked at twice, bits of masks once more."""
     heads, rows = (64, 16) if wide else (32, 2)

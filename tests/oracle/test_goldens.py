@@ -204,7 +204,8 @@ def check(case: dict, monkeypatch: pytest.MonkeyPatch, everything: bool = False)
 
 
 PAIRS = pairwise(QUICK_FACTORS)
-QUICK = [case for case in PAIRS if case["mesh"] != (1, 1)] + [
+QUICK = [case for case in PAIRS if case["mesh"] != (1, 1)]
+QUICK = [case for case in QUICK if (case["model"], case["decode_path"]) != ("tiny-a", "records")] + [
     case for case in PAIRS if case["mesh"] == (1, 1)
 ][:ALONE]
 

@@ -149,7 +149,7 @@ def test_the_drafts_differ_by_how_they_select():
         assert sum((one == other).all() for one, other in zip(ids[::2], ids[1::2], strict=True)) == same
 
 
-@pytest.mark.parametrize("case", QUICK, ids=name_of)
+@pytest.mark.parametrize("case", [QUICK[0], pytest.param(QUICK[1], marks=pytest.mark.slow)], ids=name_of)
 def test_mtp_golden(case, devices, monkeypatch):
     devices(case["mesh"][0])
     check(case, monkeypatch)

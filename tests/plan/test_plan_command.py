@@ -185,7 +185,13 @@ STEPS_THAT_DO_NOT_FIT = {
 }
 
 
-@pytest.mark.parametrize("case", STEPS_THAT_DO_NOT_FIT)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.slow if number else [])
+        for number, case in enumerate(STEPS_THAT_DO_NOT_FIT)
+    ],
+)
 def test_a_step_that_the_cache_does_not_hold_has_no_times(plan, case):
     asked, said, change = STEPS_THAT_DO_NOT_FIT[case]
     flags = (*FP8_ON_8_H200[:-2], "--kv-cache-dtype", "bfloat16")

@@ -175,6 +175,7 @@ def test_a_prompt_whose_logprobs_are_asked_for_is_computed_by_the_consumer(crowd
     assert producer.sent_tokens == before, "nobody needed the producer's cache"
 
 
+@SLOW
 def test_what_a_producer_draws_beyond_the_first_token_is_not_handed_over(crowded, one):
     producer, consumer = crowded
     (prompt,) = random_prompts(30, seed=5)
@@ -217,6 +218,7 @@ def has_begun(engine: EngineHere, name: str) -> bool:
     return bool(engine.engine._requests[name].sequences[0].output_ids)
 
 
+@SLOW
 def test_what_was_handed_over_may_lose_its_pages_while_others_run(crowded, one):
     producer, consumer = crowded
     before = consumer.engine.stats().preemptions
