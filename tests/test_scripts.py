@@ -90,7 +90,7 @@ def test_arguments_are_handed_on(checkout):
     served = checkout.run("serve", "a model", "--port", "1")
     assert served.stdout == "-m glm_dcp_jax.serve a model --port 1\n"
     tested = checkout.run("test", "-k", "a or b")
-    assert tested.stdout == "-m pytest -n 2 --dist loadfile -k a or b\n"
+    assert tested.stdout == "-m pytest -n 2 --dist loadfile --no-loadscope-reorder -k a or b\n"
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,7 @@ def test_the_longest_sequences_end_where_they_must(llm, plain, length):
     assert only(llm, prompt, params).token_ids == only(plain, prompt, params).token_ids
 
 
+@pytest.mark.slow  # test_soak loses pages with drafts too
 def test_who_loses_its_pages_goes_on_as_if_nothing_had_happened(drafting, plain):
     prompts = random_prompts(20, 30, 25, 10, 17, seed=2)
     params = changed(GREEDY, max_tokens=40)
