@@ -16,6 +16,7 @@ from glm_dcp_jax.cache.capacity import (
 from glm_dcp_jax.cache.placement import Layout
 from glm_dcp_jax.cache.records import RecordFormat
 from glm_dcp_jax.config import CacheConfig, ConfigError, ModelConfig, engine_config
+from glm_dcp_jax.engine import memory
 from glm_dcp_jax.engine.memory import CPU_DEFAULT_BYTES, number_of_pages
 
 sys.path.append(str(Path(__file__).parents[1] / "config"))
@@ -144,9 +145,12 @@ class TestMemory:
     LAYOUT = Layout(64, 2)
     EACH = page_bytes(GLM, LAYOUT, BFLOAT16)
 
+    HOST = 16 * 2**30
+
     @pytest.fixture(autouse=True)
-    def _jax_may_take_all_of_a_gpu(self, monkeypatch):
+    def _a_machine_of_16_gib_whose_gpus_jax_may_take_whole(self, monkeypatch):
         monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "1.0")
+        monkeypatch.setattr(memory, "_available_host_bytes", lambda: self.HOST)
 
     def pages(self, devices: list, **flags) -> int:
         mesh = SimpleNamespace(devices=SimpleNamespace(flat=devices), local_devices=devices)
@@ -176,6 +180,12 @@ class TestMemory:
         huge = Layout(65536)
         assert page_bytes(GLM, huge, BFLOAT16) > CPU_DEFAULT_BYTES
         assert number_of_pages(CacheConfig(), GLM, huge, BFLOAT16, mesh, lambda pages: 0) == 2
+
+    def test_a_cache_larger_than_the_host_is_refused_with_a_cure(self, monkeypatch):
+        cpu = SimpleNamespace(platform="cpu")
+        monkeypatch.setattr(memory, "_available_host_bytes", lambda: CPU_DEFAULT_BYTES - self.EACH)
+        with pytest.raises(ConfigError, match=r"takes 0\.\d\d GiB on 1 virtual devices.* lower --kv-cache"):
+            self.pages([cpu])
 
     def test_on_gpus_the_fullest_one_decides(self):
         one, both = self.pages([self.gpu(80, 20)]), self.pages([self.gpu(80, 20), self.gpu(80, 60)])
