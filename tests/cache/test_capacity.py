@@ -80,8 +80,8 @@ class TestPages:
     def test_as_many_as_fit(self):
         each = page_bytes(GLM, Layout(64, 4), BFLOAT16)
         assert each == 64 * 78 * 1152 + 256 * 21 * 256
-        for memory, pages in ((2 * each, 2), (3 * each - 1, 2), (1181 * each + 5, 1181)):
-            assert pages_in(memory, GLM, Layout(64, 4), BFLOAT16) == pages
+        for held, pages in ((2 * each, 2), (3 * each - 1, 2), (1181 * each + 5, 1181)):
+            assert pages_in(held, GLM, Layout(64, 4), BFLOAT16) == pages
         more = page_bytes(GLM, Layout(64, 4), BFLOAT16, mtp_layers=1)
         assert more > each and pages_in(5 * more - 1, GLM, Layout(64, 4), BFLOAT16, mtp_layers=1) == 4
 
