@@ -10,8 +10,8 @@ server's, and, where the task file has answers, which share is right (strict mat
 of it). A pair fails where a request was not answered, where it was answered without a hand-over, and where fewer texts
 than --least-identical are the plain server's.
 
-A task file has a JSON object a line: {"prompt": text or token ids, "answer": text, "max_tokens": integer}, all but the
-prompt optional.
+A task file has a JSON object a line: {"prompt": text or token ids, "answer": text, "max_tokens": integer, "stop": text,
+"kind": text}, all but the prompt optional.
 
 Exit code: 0; 1 if a pair failed; 2 for flags that cannot work; 130 after an interrupt.
 """

@@ -36,6 +36,7 @@ async def ask_all(url: str, tasks: Sequence[Task], concurrency: int, name: str) 
 
 async def _complete(client: httpx.AsyncClient, model: str, task: Task) -> str:
     body = {"model": model, "prompt": task.prompt, "max_tokens": task.max_tokens, "temperature": 0}
+    body |= {"stop": task.stop} if task.stop else {}
     answer = await client.post("/v1/completions", json=body)
     if answer.status_code != 200:
         raise RequestFailed(f"{answer.status_code} {answer.text.strip()[:500]}")
@@ -43,6 +44,15 @@ async def _complete(client: httpx.AsyncClient, model: str, task: Task) -> str:
         return str(answer.json()["choices"][0]["text"])
     except (ValueError, KeyError, IndexError, TypeError):
         raise RequestFailed(f"no completion: {answer.text.strip()[:500]}") from None
+
+
+async def accepted_length(url: str) -> float | None:
+    """Tokens a round of drafts gave so far, on average: the one that is always right, and the drafts that were; None
+    where no draft was made."""
+    async with connect(url) as client:
+        found = await counters(client)
+    rounds = found.get("vllm:spec_decode_num_drafts_total", 0)
+    return 1 + found["vllm:spec_decode_num_accepted_tokens_total"] / rounds if rounds else None
 
 
 async def computed_alone(url: str) -> dict[str, int]:

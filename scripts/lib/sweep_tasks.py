@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-_KEYS = ("prompt", "answer", "max_tokens")
+_KEYS = ("prompt", "answer", "max_tokens", "stop", "kind")
 MAX_TOKENS = 32
 """Of a task that says nothing."""
 
@@ -19,11 +19,14 @@ class BadTasks(ValueError):
 
 @dataclass(frozen=True)
 class Task:
-    """prompt: text or token ids. answer: a number, or the whole text; None if nobody knows it."""
+    """prompt: text or token ids. answer: a number, or the whole text; None if nobody knows it. stop: ends the text, and
+    is no part of it. kind: what tables call tasks of its kind."""
 
     prompt: str | list[int]
     answer: str | None = None
     max_tokens: int = MAX_TOKENS
+    stop: str | None = None
+    kind: str = ""
 
     def is_right(self, text: str) -> bool:
         """Whether a text is the answer: its last number, where the answer is one, and else all of it, but for space
@@ -64,13 +67,17 @@ def _task(where: str, line: str) -> Task:
     for key in given:
         if key not in _KEYS:
             raise BadTasks(f"{where}: there is no key {key!r}; a task has {', '.join(_KEYS)}")
-    task = Task(given["prompt"], given.get("answer"), given.get("max_tokens", MAX_TOKENS))
+    task = Task(**given)
     if not _is_prompt(task.prompt):
         raise BadTasks(f"{where}: prompt must be a text or a list of token ids, and not empty")
     if task.answer is not None and not isinstance(task.answer, str):
         raise BadTasks(f"{where}: answer must be a text, in quotes also where it is a number")
     if type(task.max_tokens) is not int or task.max_tokens < 1:
         raise BadTasks(f"{where}: max_tokens must be an integer from 1 on")
+    if not isinstance(task.kind, str) or not (
+        task.stop is None or (isinstance(task.stop, str) and task.stop)
+    ):
+        raise BadTasks(f"{where}: kind and stop must be texts, and stop not empty")
     return task
 
 
