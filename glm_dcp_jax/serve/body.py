@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from glm_dcp_jax.serve.field_texts import describe_fields
 from glm_dcp_jax.serve.unsupported import refuse_unsupported
 
 
@@ -27,7 +28,7 @@ def refuse_for(
 class Body(BaseModel):
     """An object of a request. Null is as good as absent; unknown fields are ignored, unsupported ones refused."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore", json_schema_extra=describe_fields)
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Fields without support that only this object's API has, each with the values that ask for nothing."""
 

@@ -82,15 +82,19 @@ class Training:
         stage, learner = self._plan[progress.stage], progress.learner
         rows = Rows(self._tokenizer, stage.mixture, stage.length, stage.batch)
         saved = logged = time.monotonic()
+        recent: list[stages.Report] = []
         bar = tqdm(total=stage.steps, initial=progress.step, desc=stage.name, unit="step", mininterval=5)
         for step, batch in enumerate(rows.ahead(stage.name, progress.step, stage.steps), progress.step):
             learner, report = stages.step(learner, self._shape, stage, batch.ids, batch.weights)
             bar.update()
+            recent.append(report)
             if step % _LOG_EVERY == _LOG_EVERY - 1:
+                mean = jax.tree.map(lambda *values: np.mean(values, axis=0), *recent)
+                recent.clear()
                 now = time.monotonic()
                 rate = _LOG_EVERY * stage.length * stage.batch / (now - logged)
-                self._log(stage, step + 1, report, rate)
-                bar.set_postfix(loss=f"{float(report.loss):.3f}", tokens_per_s=round(rate))
+                self._log(stage, step + 1, mean, rate)
+                bar.set_postfix(loss=f"{float(mean.loss):.3f}", tokens_per_s=round(rate))
                 logged = now
                 if now - saved > self._save_every:
                     self._save(Progress(progress.stage, step + 1, learner))

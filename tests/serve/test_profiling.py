@@ -7,6 +7,7 @@ import pytest
 from fake_engine import FakeEngine
 
 from glm_dcp_jax.serve import tracing
+from glm_dcp_jax.serve.field_texts import FIELD_TEXTS
 from glm_dcp_jax.serve.tracing import Profiler
 
 pytestmark = pytest.mark.anyio
@@ -112,3 +113,15 @@ async def test_openapi_says_what_errors_look_like(client):
                 assert schema == {"$ref": "#/components/schemas/ErrorAnswer"}
     detail = described["components"]["schemas"]["ErrorDetail"]
     assert set(detail["required"]) == {"message", "type", "param", "code"}
+
+
+async def test_openapi_says_what_every_field_of_a_request_means(client):
+    schemas = (await client.get("/openapi.json")).json()["components"]["schemas"]
+    bodies = [schema for name, schema in schemas.items() if not name.startswith("Error")]
+    fields = [
+        (schema["title"], name, field) for schema in bodies for name, field in schema["properties"].items()
+    ]
+    assert len(fields) > 100
+    assert not [(title, name) for title, name, field in fields if not field.get("description")]
+    known = {name for _, name, _ in fields}
+    assert set(FIELD_TEXTS) <= known, set(FIELD_TEXTS) - known
