@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from glm_dcp_jax.config.refused import is_so_anyway
 OPTION = "--config"
 HELP = "YAML file of flags; those of the command line win (docs/operations.md)"
 _SCALARS = (str, int, float)
+_SHOWN = 100
 _KINDS: dict[Any, str] = {int: "a whole number", float: "a number"}
 
 
@@ -61,7 +63,7 @@ def words_of(
     """The file's flags as words for `parsers`, without those that are among the words that were typed.
 
     explain: what to say of a setting that is none of those that the parsers know. so_anyway: whether such a setting
-    asks for what is so without it. Raises ConfigError that names the file and the key.
+    asks for what is so without it. Raises ConfigError that names the file and every key with which something is wrong.
     """
     actions = {
         option: action for parser in parsers for option, action in parser._option_string_actions.items()
@@ -70,21 +72,30 @@ def words_of(
     known = {option[2:].replace("-", "_") for option in actions if option.startswith("--")}
     seen: dict[int, str] = {}
     words: list[str] = []
-    for key, value in _read(path).items():
-        where = f"{path}: {key}"
+    wrong: list[str] = []
+
+    def add(key: Any, value: Any) -> None:
         name = str(key).lstrip("-").replace("-", "_")
         action = actions.get(option_of(name)) or actions.get("-" + name)
         if action is None:
             if so_anyway(name, value):
-                continue
-            raise ConfigError(f"{where}: {explain(name, known)}")
+                return
+            raise ConfigError(explain(name, known))
         if action.dest == "config" or action.default is argparse.SUPPRESS:
-            raise ConfigError(f"{where}: is for the command line only")
+            raise ConfigError("is for the command line only")
         if id(action) in seen:
-            raise ConfigError(f"{where}: {seen[id(action)]} has set that already; keep one of them")
+            raise ConfigError(f"{seen[id(action)]} has set that already; keep one of them")
         seen[id(action)] = str(key)
-        said = list(_words(where, action, value))  # wrong values are wrong though others win
-        words += [] if id(action) in taken else said
+        said = list(_words(action, value))  # wrong values are wrong though others win
+        words.extend([] if id(action) in taken else said)
+
+    for key, value in _read(path).items():
+        try:
+            add(key, value)
+        except ConfigError as error:
+            wrong.append(f"{path}: {key}: {error}")
+    if wrong:
+        raise ConfigError("\n".join(wrong))
     return words
 
 
@@ -109,7 +120,16 @@ def _read(path: Path) -> dict[Any, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain data only, and no key twice: one of them would be ignored."""
+    """Plain data only; no key twice, as one of them would be ignored; no aliases, as values could hold themselves."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """The next value."""
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise yaml.composer.ComposerError(
+                None, None, f"*{event.anchor}: write the value out, aliases are not taken", event.start_mark
+            )
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """A mapping's content."""
@@ -130,22 +150,22 @@ def _option_in(word: str) -> str:
     return name.partition(".")[0] if name.startswith("-") else name
 
 
-def _words(where: str, action: argparse.Action, value: Any) -> Iterator[str]:
+def _words(action: argparse.Action, value: Any) -> Iterator[str]:
     option = action.option_strings[0]
     if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
         if not isinstance(value, bool):
-            raise ConfigError(f"{where}: must be true or false, but is {_shown(value)}")
+            raise ConfigError(f"must be true or false, but is {_shown(value)}")
         off = next((name for name in action.option_strings if name.startswith("--no-")), None)
         if value or (off and isinstance(action, argparse.BooleanOptionalAction)):
             yield option if value else str(off)
     elif action.nargs == "+":
         many = value if isinstance(value, list) else [value]
         if not many:
-            raise ConfigError(f"{where}: the list is empty; leave the key out")
+            raise ConfigError("the list is empty; leave the key out")
         yield option
-        yield from (_text(where, action, entry) for entry in many)
+        yield from (_text(action, entry) for entry in many)
     else:
-        yield f"{option}={_text(where, action, _flattened(action, value))}"
+        yield f"{option}={_text(action, _flattened(action, value))}"
 
 
 def _flattened(action: argparse.Action, value: Any) -> Any:
@@ -159,29 +179,28 @@ def _flattened(action: argparse.Action, value: Any) -> Any:
     return value
 
 
-def _text(where: str, action: argparse.Action, value: Any) -> str:
+def _text(action: argparse.Action, value: Any) -> str:
     """As it is typed. Raises ConfigError for what the flag does not take."""
     if value is None:
-        raise ConfigError(f"{where}: has no value; give one, or leave the key out")
+        raise ConfigError("has no value; give one, or leave the key out")
     if isinstance(value, bool) or not isinstance(value, _SCALARS):
-        raise ConfigError(f"{where}: takes one value, but got {_shown(value)}")
+        raise ConfigError(f"takes one value, but got {_shown(value)}")
     text = str(value)
     try:
         converted = action.type(text) if callable(action.type) else text
     except argparse.ArgumentTypeError as error:
-        raise ConfigError(f"{where}: {error}") from None
+        raise ConfigError(str(error)) from None
     except (TypeError, ValueError):
         kind = _KINDS.get(action.type, "another kind of value")
-        raise ConfigError(f"{where}: must be {kind}, but is {_shown(value)}") from None
+        raise ConfigError(f"must be {kind}, but is {_shown(value)}") from None
     if action.choices is not None and converted not in action.choices:
-        raise ConfigError(
-            f"{where}: must be one of {', '.join(map(str, action.choices))}, but is {_shown(value)}"
-        )
+        raise ConfigError(f"must be one of {', '.join(map(str, action.choices))}, but is {_shown(value)}")
     return text
 
 
 def _shown(value: Any) -> str:
-    try:
-        return json.dumps(value, ensure_ascii=False)
-    except TypeError:
-        return repr(value)
+    """Short, whatever it is: aliases make large values of small files."""
+    if value is None or isinstance(value, (bool, *_SCALARS)):
+        text = json.dumps(value, ensure_ascii=False)
+        return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return reprlib.repr(value)

@@ -71,8 +71,8 @@ FIELD_TEXTS = {
     "store": "Responses are not kept.",
     "stream": "Whether the answer comes in pieces, as server-sent events.",
     "stream_options": "What else a stream has.",
-    "structured_outputs": "What the output must look like, as vLLM has it: json, regex, choice, grammar, json_object or "
-    "structural_tag.",
+    "structured_outputs": "What the output must look like, in vLLM's form: json, regex, choice, grammar, json_object "
+    "or structural_tag.",
     "summary": "Summaries of reasoning: none are made.",
     "temperature": "0 takes the likeliest token; the higher, the more even the draw.",
     "text": "What the text must look like.",

@@ -56,6 +56,8 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not self.served_model_names or not all(self.served_model_names):
             raise ConfigError("served_model_name must hold at least one name, and no empty one")
+        if not self.host.strip():
+            raise ConfigError("host is empty; name an address of this machine, or 0.0.0.0 for all of them")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be from 0 (any free one) to 65535, but is {self.port}")
         if not 0 <= self.max_logprobs <= MAX_LOGPROBS:
@@ -70,6 +72,11 @@ class ServerSettings:
             raise ConfigError("api_key must not be empty")
         if not all(key.isascii() for key in self.api_keys):
             raise ConfigError("api_key must be ASCII text, as that is all HTTP headers can hold")
+        if not all(key.isprintable() and key == key.strip() for key in self.api_keys):
+            raise ConfigError(
+                "api_key must have no line end or other control character, and no space at its ends: no HTTP header could "
+                "hold it"
+            )
         check_patience("shutdown_timeout", self.shutdown_timeout)
         check_patience("sse_keep_alive_interval", self.sse_keep_alive_interval)
         self._check_origins()

@@ -18,6 +18,8 @@ Parameters = Mapping[str, Array]
 _LATENT_EPS = 1e-6
 _INDEX_EPS = 1e-6
 _NEVER = -1e30
+_BLOCK = 128
+"""Queries that attend at once."""
 
 
 @dataclass(frozen=True)
@@ -143,19 +145,34 @@ def latents(p: Parameters, s: Shape, name: str, x: Array, positions: Array) -> L
 
 
 def attend(
-    p: Parameters, s: Shape, name: str, c_q: Array, kept: Latents, mask: Array, positions: Array
-) -> tuple[Array, Array]:
-    """(output [B, T, H], probabilities [B, T, T] as the mean over heads), over the keys in mask."""
+    p: Parameters,
+    s: Shape,
+    name: str,
+    c_q: Array,
+    kept: Latents,
+    mask: Array,
+    positions: Array,
+    watched: bool,
+) -> tuple[Array, Array | None]:
+    """(output [B, T, H], if watched probabilities [B, T, T] as the mean over heads), over the keys in mask."""
     b, t = c_q.shape[:2]
     q = project(p, f"{name}.q_b_proj", c_q).reshape(b, t, s.heads, s.nope + s.rope)
     kv = project(p, f"{name}.kv_b_proj", kept.c).reshape(b, -1, s.heads, s.nope + s.value)
-    q_rope = rotate(q[..., s.nope :], positions, s.theta)
-    scores = jnp.einsum("bqnd,bknd->bnqk", q[..., : s.nope], kv[..., : s.nope])
-    scores += jnp.einsum("bqnr,bkr->bnqk", q_rope, kept.k_rope)
-    scores = jnp.where(mask[:, None], scores * (s.nope + s.rope) ** -0.5, _NEVER)
-    probabilities = jax.nn.softmax(scores, axis=-1)
-    out = jnp.einsum("bnqk,bknv->bqnv", probabilities, kv[..., s.nope :]).reshape(b, t, -1)
-    return project(p, f"{name}.o_proj", out), probabilities.mean(1)
+    q = jnp.concatenate((q[..., : s.nope], rotate(q[..., s.nope :], positions, s.theta)), axis=-1)
+    k_rope = jnp.broadcast_to(kept.k_rope[:, :, None], (*kv.shape[:3], s.rope))
+    k = jnp.concatenate((kv[..., : s.nope], k_rope), axis=-1)
+    # Heads before tokens, so that every head's product is of two plain matrices.
+    q, k, v = (x.swapaxes(1, 2) for x in (q * (s.nope + s.rope) ** -0.5, k, kv[..., s.nope :]))
+    outs, weights = [], []
+    for first in range(0, t, _BLOCK):  # no query sees a key behind its block
+        rows, end = slice(first, first + _BLOCK), min(first + _BLOCK, t)
+        scores = jnp.where(mask[:, None, rows, :end], q[:, :, rows] @ k[:, :, :end].swapaxes(2, 3), _NEVER)
+        probabilities = jax.nn.softmax(scores, axis=-1)
+        outs.append(probabilities @ v[:, :, :end])
+        if watched:
+            weights.append(jnp.pad(probabilities.mean(1), ((0, 0), (0, 0), (0, t - end))))
+    out = jnp.concatenate(outs, axis=2).swapaxes(1, 2).reshape(b, t, -1)
+    return project(p, f"{name}.o_proj", out), jnp.concatenate(weights, axis=1) if watched else None
 
 
 def query_latent(p: Parameters, name: str, x: Array) -> Array:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from enum import Enum
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -38,22 +37,21 @@ def trunk(p: Parameters, s: Shape, layers: Sequence[Layer], ids: Array, attentio
     visible = mask = network.causal(ids.shape[1])
     distance, loads = jnp.zeros(()), {}
     scores: Array | None = None
-    seen: list[Array] = []
+    seen: list[Array | None] = []
+    watched = attention is not Attention.DENSE
     for layer in layers:
         if layer.full and attention is not Attention.DENSE:
             distance += _distance(scores, mask, seen)
             seen = []
-            scores = jax.checkpoint(partial(_scores, s=s, layer=layer))(p, h, positions)
+            scores = _scores(p, h, positions, s=s, layer=layer)
             mask = network.select(scores, visible, s.topk) if attention is Attention.SPARSE else visible
-        h, weights, loads[layer.index] = jax.checkpoint(partial(_layer, s=s, layer=layer))(
-            p, h, mask, positions
-        )
+        h, weights, loads[layer.index] = _layer(p, h, mask, positions, s=s, layer=layer, watched=watched)
         seen.append(weights)
     distance += _distance(scores, mask, seen)
     return Passed(rms(h, p["norm"], s.eps), distance, {at: load for at, load in loads.items() if layers})
 
 
-def _distance(scores: Array | None, mask: Array, seen: list[Array]) -> Array:
+def _distance(scores: Array | None, mask: Array, seen: list[Array | None]) -> Array:
     """Of a full layer's scores from what the layers that use its selection attended to."""
     if scores is None:
         return jnp.zeros(())
@@ -69,14 +67,14 @@ def _scores(p: Parameters, h: Array, positions: Array, *, s: Shape, layer: Layer
 
 
 def _layer(
-    p: Parameters, h: Array, mask: Array, positions: Array, *, s: Shape, layer: Layer
-) -> tuple[Array, Array, Array]:
-    """(hidden [B, T, H], attention [B, T, T] as the mean over heads, tokens by expert [E])."""
+    p: Parameters, h: Array, mask: Array, positions: Array, *, s: Shape, layer: Layer, watched: bool
+) -> tuple[Array, Array | None, Array]:
+    """(hidden [B, T, H], if watched attention [B, T, T] as the mean over heads, tokens by expert [E])."""
     name = f"layers.{layer.index}"
     x = rms(h, p[f"{name}.input_layernorm"], s.eps)
     c_q = network.query_latent(p, f"{name}.self_attn", x)
     kept = network.latents(p, s, f"{name}.self_attn", x, positions)
-    out, weights = network.attend(p, s, f"{name}.self_attn", c_q, kept, mask, positions)
+    out, weights = network.attend(p, s, f"{name}.self_attn", c_q, kept, mask, positions, watched)
     h = h + out
     x = rms(h, p[f"{name}.post_attention_layernorm"], s.eps)
     out, loads = network.feed_forward(p, s, f"{name}.mlp", layer.sparse, x)
@@ -91,7 +89,7 @@ class Drafted(NamedTuple):
     loads: Array
 
 
-def drafts(p: Parameters, s: Shape, layer: Layer, hidden: Array, ids: Array) -> Drafted:
+def drafts(p: Parameters, s: Shape, layer: Layer, hidden: Array, ids: Array, attention: Attention) -> Drafted:
     """The MTP layer's steps behind every token of a row.
 
     hidden: [B, T, H], the trunk's after its final norm; nothing is learnt through it, nor through the embeddings.
@@ -117,8 +115,9 @@ def drafts(p: Parameters, s: Shape, layer: Layer, hidden: Array, ids: Array) -> 
         if kept is None:
             kept = network.latents(p, s, f"{name}.self_attn", x, positions)
             scores = _scores(p, u, positions, s=s, layer=layer)
-            mask = network.select(scores, mask, s.topk)
-        out, weights = network.attend(p, s, f"{name}.self_attn", c_q, kept, mask, positions + step)
+            if attention is Attention.SPARSE:
+                mask = network.select(scores, mask, s.topk)
+        out, weights = network.attend(p, s, f"{name}.self_attn", c_q, kept, mask, positions + step, step == 0)
         if step == 0:
             distance = network.index_distance(scores, mask, weights)
         y = u + out

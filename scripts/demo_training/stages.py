@@ -32,8 +32,8 @@ _NO_MUON = ("gate", "weights_proj")
 class Stage:
     """mixture: kind of text -> share. length, batch: of rows. layers: how many of them there are yet.
 
-    rate: Muon's learning rate at the beginning; last: at the end, as a share of it. learns: "all", or only the
-    "indexer"s, by what dense attention attends to. drafts: whether the MTP layer learns too.
+    rate: Muon's learning rate at the beginning; last: at the end, as a share of it. learns: "all", or of the trunk only
+    the "indexer"s, by what dense attention attends to. drafts: whether the MTP layer learns too.
     """
 
     name: str
@@ -72,8 +72,9 @@ STAGES = (
         layers=LAYERS,
         attention=Attention.INDEXED,
         learns="indexer",
+        drafts=True,
     ),
-    Stage("sparse", 700, 1024, 4, 0.002, _ALL, 0.1, LAYERS, Attention.SPARSE, drafts=True),
+    Stage("sparse", 450, 1024, 4, 0.002, _ALL, 0.1, LAYERS, Attention.SPARSE, drafts=True),
     Stage("sparse and long", 100, 2048, 2, 0.0005, _ALL, 0.1, LAYERS, Attention.SPARSE, drafts=True),
 )
 
@@ -98,7 +99,7 @@ def trainable(stage: Stage, name: str) -> bool:
     """Whether a parameter learns by its gradient in a stage."""
     if name.endswith(_BIAS):
         return False
-    return stage.learns == "all" or ".indexer." in name
+    return stage.learns == "all" or ".indexer." in name or name.startswith(f"layers.{DRAFTER.index}.")
 
 
 def optimizer(stage: Stage) -> optax.GradientTransformation:
@@ -147,7 +148,7 @@ def loss(
     drafted = jnp.zeros(passes.DRAFTS)
     loads = [passed.loads[layer.index] for layer in layers(stage.layers) if layer.sparse]
     if stage.drafts:
-        made = passes.drafts(p, s, DRAFTER, passed.hidden, ids[:, :-1])
+        made = passes.drafts(p, s, DRAFTER, passed.hidden, ids[:, :-1], stage.attention)
         head = {"lm_head": jax.lax.stop_gradient(p["lm_head"])}
         costs = []
         for step, hidden in enumerate(made.hidden):
@@ -168,9 +169,7 @@ def step(learner: Learner, s: Shape, stage: Stage, ids: Array, weights: Array) -
     (_, report), gradients = jax.value_and_grad(loss, has_aux=True)(learning, fixed, s, stage, ids, weights)
     updates, state = optimizer(stage).update(gradients, learner.optimizer, learning)
     learned = fixed | optax.apply_updates(learning, updates)
-    if stage.learns == "all":
-        learned |= _balanced(learned, stage, report.loads)
-    return Learner(learned, state), report
+    return Learner(learned | _balanced(learned, stage, report.loads), state), report
 
 
 def _balanced(parameters: Parameters, stage: Stage, loads: Array) -> Parameters:
@@ -179,6 +178,8 @@ def _balanced(parameters: Parameters, stage: Stage, loads: Array) -> Parameters:
     moved = {}
     for index, load in zip(indices, loads, strict=True):
         name = f"layers.{index}.mlp.gate.{_BIAS}"
+        if not trainable(stage, f"layers.{index}.mlp.gate"):
+            continue
         moved[name] = parameters[name] + _BIAS_STEP * jnp.sign(load.mean() - load)
     return moved
 

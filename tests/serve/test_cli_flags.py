@@ -378,6 +378,9 @@ def test_the_demo_compiles_few_steps_unless_told_otherwise():
         (["--model", ""], "model's name is empty"),
         (["m", "--tokenizer", ""], "--tokenizer is empty"),
         (["m", "--api-key", "schlüssel"], "--api-key must be ASCII"),
+        (["m", "--api-key", "from-a-file\n"], "--api-key must have no line end"),
+        (["m", "--api-key", "a", " b"], "--api-key must have no line end"),
+        (["m", "--host", ""], "--host is empty; name an address"),
     ],
 )
 def test_empty_names_and_keys_no_header_can_hold_are_wrong_command_lines(argv, says, capsys):

@@ -129,6 +129,10 @@ def test_json_is_yaml(file):
         ("- port", "must hold flags, as `port: 8000`, one a line, but holds a list"),
         ("port 80", "must hold flags, as `port: 8000`, one a line, but holds a str"),
         ("port: [", "is not valid YAML"),
+        ("allowed-origins: &a [*a]", r"is not valid YAML: \*a: write the value out.* line 1"),
+        ("api-key: &a [x]\nserved-model-name: *a", r"\*a: write the value out.* line 2"),
+        (f"dtype: {'x' * 5000}", 'dtype: must be one of auto, .*, but is "x{99}\\.\\.\\.$'),
+        (f"port: [{'1, ' * 5000}]", r"port: takes one value, but got \[1, 1, 1, 1, 1, 1, \.\.\.\]$"),
         ("a: !!python/object/apply:os.getcwd []", "is not valid YAML"),
         ("[" * 10_000, "is nested too deeply"),
         (b"a: \xff", "cannot be read"),
@@ -142,6 +146,18 @@ def test_what_is_wrong_is_named_with_file_and_key(file, text, says, capsys):
     assert entry.main(["m", "--config", name]) == 2
     shown = capsys.readouterr().err
     assert shown.startswith("error: ") and shown.count("\n") == 1
+
+
+def test_everything_that_is_wrong_is_said_at_once(file):
+    name = file("prot: 1\nport: a\nmax-num-seqs: 8\nenable-lora: true\ndtype: int4")
+    with pytest.raises(ConfigError) as raised:
+        parse("m", "--config", name)
+    assert [line.removeprefix(f"{name}: ").partition(":")[0] for line in str(raised.value).splitlines()] == [
+        "prot",
+        "port",
+        "enable-lora",
+        "dtype",
+    ]
 
 
 def test_a_value_that_the_command_line_overrides_must_be_right_all_the_same(file):
