@@ -74,7 +74,7 @@ class ServerSettings:
             raise ConfigError("api_key must be ASCII text, as that is all HTTP headers can hold")
         if not all(key.isprintable() and key == key.strip() for key in self.api_keys):
             raise ConfigError(
-                "api_key must have no line end or other control character, and no space at its ends: no HTTP header could "
+                "api_key must have no line end or control character, and no space at its ends: no HTTP header could "
                 "hold it"
             )
         check_patience("shutdown_timeout", self.shutdown_timeout)
