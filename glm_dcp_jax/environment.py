@@ -61,6 +61,8 @@ def prepare(num_devices: int, gpu_memory_utilization: float | None = None) -> No
     devices, or if there is a GPU but no jax for it.
     """
     _cache_compilations()
+    # XLA's C++ notes would stand between the lines of a log; its warnings and errors still come.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     if has_nvidia_gpu():
         if not any(find_spec(plugin) for plugin in ("jax_cuda12_plugin", "jax_cuda13_plugin")):
             raise ConfigError(

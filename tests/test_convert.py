@@ -20,6 +20,7 @@ from glm_dcp_jax.demo import tiny_model_directory
 from glm_dcp_jax.model import conversion
 from glm_dcp_jax.model.converted import open_checkpoint
 from glm_dcp_jax.model.manifest import MANIFEST
+from glm_dcp_jax.serve import logs
 
 sys.path.append(str(Path(__file__).parent / "oracle"))
 
@@ -71,9 +72,10 @@ def converted(name: str, folder: Path) -> tuple[Path, Path]:
     return source, target
 
 
-def test_its_progress_ends_where_it_says(tmp_path, devices, capsys):
+def test_its_progress_ends_where_it_says(tmp_path, devices, capsys, monkeypatch):
     """Though what is dequantised grows."""
     devices(4)
+    monkeypatch.setattr(logs, "show_as_lines", lambda wanted: None)
     converted("fp8", tmp_path)
     assert "Converting weights: 100%" in capsys.readouterr().err
 

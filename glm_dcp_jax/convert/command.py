@@ -19,6 +19,7 @@ from glm_dcp_jax.convert.target import (
     in_words,
     whole_or_nothing,
 )
+from glm_dcp_jax.progress import progress
 from glm_dcp_jax.serve import logs
 
 _ECHOES = ("absl", "asyncio")
@@ -67,7 +68,6 @@ def _convert(flags: argparse.Namespace, parallel: ParallelConfig) -> str:
 
     from glm_dcp_jax.config.quantisation import FP8_BLOCK
     from glm_dcp_jax.model import conversion
-    from glm_dcp_jax.model.load import progress
     from glm_dcp_jax.model.locate import locate_model
     from glm_dcp_jax.model.manifest import MANIFEST, Manifest
     from glm_dcp_jax.model.network import abstract_network
@@ -109,7 +109,7 @@ def _convert(flags: argparse.Namespace, parallel: ParallelConfig) -> str:
     )
     with whole_or_nothing(target) as partial:
         copy_other_files(source, partial)
-        with progress("Converting weights", nbytes) as bar:
+        with progress("Converting weights", nbytes, "B") as bar:
             made = conversion.convert_weights(stored, parts, manifest, partial, bar.update)
     seconds = time.perf_counter() - began
     written = sum(file.nbytes for part in made.parts.values() for file in part.files)

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from tqdm import tqdm
 
 from glm_dcp_jax import environment
 from glm_dcp_jax.cache.capacity import check_max_model_len, resolve_max_model_len
@@ -49,6 +48,7 @@ from glm_dcp_jax.parallel.batch import Block
 from glm_dcp_jax.parallel.calibrate import measured_link
 from glm_dcp_jax.parallel.mesh import make_mesh
 from glm_dcp_jax.parallel.policy import as_table
+from glm_dcp_jax.progress import progress
 from glm_dcp_jax.transfer.packing import Caches
 
 _log = logging.getLogger(__name__)
@@ -239,7 +239,8 @@ class Runner:
         if not compile_all(compilations, stopped):
             return
         processes.wait_for_all("compiled")  # what follows runs on the mesh, and some processes compile faster
-        for shape in tqdm({_lines_of(shape): shape for shape in shapes}.values(), desc="Compiling sampling"):
+        lines = {_lines_of(shape): shape for shape in shapes}
+        for shape in progress("Compiling sampling", unit="program", steps=lines.values()):
             self._warm_up_sampling(shape)
         for rows in {shape.total_rows for shape in shapes if shape.blocks[-1].kind == "prefill"}:
             self._score_prompt.warm_up(self._leaves, rows)

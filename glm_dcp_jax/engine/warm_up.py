@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 
-from tqdm import tqdm
+from glm_dcp_jax.progress import progress
 
 _THREADS = 2
 
@@ -16,7 +16,7 @@ Compilation = Callable[[], object]
 def compile_all(compilations: Sequence[Compilation], stopped: Callable[[], bool]) -> bool:
     """Run them all. False if `stopped` ended that early. Raises what one of them raised."""
     done = _in_background(compilations, stopped)
-    for _ in tqdm(compilations, desc="Compiling steps", unit="step"):
+    for _ in progress("Compiling steps", unit="step", steps=compilations):
         failure = _next_of(done, stopped)
         if stopped():
             return False

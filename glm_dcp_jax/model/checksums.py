@@ -13,6 +13,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from glm_dcp_jax.model.safetensors_reader import CheckpointError
+from glm_dcp_jax.progress import progress
 
 SUMS_NAME = "SHA256SUMS"
 READERS = 8
@@ -36,7 +37,7 @@ def verify_checksums(directory: Path, files: Iterable[Path]) -> None:
         )
     total = sum(file.stat().st_size for file in files)
     with (
-        tqdm(total=total, desc="Verifying checksums", unit="B", unit_scale=True, mininterval=1.0) as bar,
+        progress("Verifying checksums", total, "B") as bar,
         ThreadPoolExecutor(READERS, "checksums") as readers,
     ):
         found = dict(zip(files, readers.map(lambda file: _sum_of(file, bar), files), strict=True))

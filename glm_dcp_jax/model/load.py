@@ -21,13 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tqdm import tqdm
 
 from glm_dcp_jax.config import ModelConfig
 from glm_dcp_jax.model.network import NetworkShape, is_variable
 from glm_dcp_jax.model.parameters import Source
 from glm_dcp_jax.model.safetensors_reader import CheckpointError, verify
 from glm_dcp_jax.model.stored_weights import PLAIN, StoredWeights, require_range
+from glm_dcp_jax.progress import progress
 
 _log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ def load_parameters(stored: StoredWeights, config: ModelConfig, shape: NetworkSh
     """
     leaves = leaves_on(mesh, shape)
     check_tensors(stored, config, shape, leaves)
-    with progress("Loading weights", sum(leaf.nbytes for leaf in leaves)) as bar:
+    with progress("Loading weights", sum(leaf.nbytes for leaf in leaves), "B") as bar:
         loaded = load_leaves(stored, leaves, bar.update)
     stored.checkpoint.require_unchanged()
     return as_parameters(shape, loaded)
@@ -133,11 +133,6 @@ def as_parameters(shape: NetworkShape, arrays: Iterable[jax.Array]) -> Any:
     return jax.tree.unflatten(
         tree, [variable.replace(array) for variable, array in zip(variables, arrays, strict=True)]
     )
-
-
-def progress(what: str, total: int) -> tqdm:
-    """A bar that shows bytes, bytes a second and the time that is left."""
-    return tqdm(total=total, desc=what, unit="B", unit_scale=True, mininterval=1.0)
 
 
 def check_tensors(

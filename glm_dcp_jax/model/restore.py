@@ -17,10 +17,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from glm_dcp_jax.kernels.weights import Fp8Weight, Nvfp4Weight, dequantised
 from glm_dcp_jax.model.converted import OUTSIDE, ConvertedCheckpoint, array_name, part_name
-from glm_dcp_jax.model.load import Leaf, as_parameters, leaves_on, progress, write
+from glm_dcp_jax.model.load import Leaf, as_parameters, leaves_on, write
 from glm_dcp_jax.model.manifest import CONVERT_AGAIN, MANIFEST, WEIGHTS, Part, SavedArray
 from glm_dcp_jax.model.network import NetworkShape, is_variable
 from glm_dcp_jax.model.safetensors_reader import CheckpointError
+from glm_dcp_jax.progress import progress
 
 _log = logging.getLogger(__name__)
 _COPIES = {"group_values": "value_expansion"}
@@ -52,7 +53,7 @@ def restore_parameters(converted: ConvertedCheckpoint, shape: NetworkShape, mesh
     wanted = _wanted(shape, leaves)
     _say_what_is_cast(converted, wanted)
     whole: dict[int, jax.Array] = {}
-    with progress("Loading weights", sum(leaf.nbytes for leaf in leaves)) as bar:
+    with progress("Loading weights", sum(leaf.nbytes for leaf in leaves), "B") as bar:
         for name, of_part in wanted.items():
             arrays = _read(converted, name, of_part, mesh)
             for each in of_part:

@@ -2,11 +2,14 @@
 
 import json
 import logging
+import sys
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import TextIO
 
 from tqdm import tqdm
+
+from glm_dcp_jax.progress import show_as_lines
 
 REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
 """Of the request that this task works for."""
@@ -17,7 +20,11 @@ _OF_EVERY_RECORD = {*vars(logging.makeLogRecord({})), "message", "asctime", "abo
 
 
 def configure(level: str, form: str = "text") -> None:
-    """Show our own and the HTTP server's events from `level` on, other libraries' warnings. form: text or json."""
+    """Show our own and the HTTP server's events from `level` on, other libraries' warnings. form: text or json.
+
+    Progress is shown by bars only where there is a terminal, and lines are for people.
+    """
+    show_as_lines(form == "json" or not sys.stderr.isatty())
     handlers = [_BesideBars()]
     logging.basicConfig(
         format=_FORMAT, datefmt="%m-%d %H:%M:%S", level=logging.WARNING, handlers=handlers, force=True

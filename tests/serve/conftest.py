@@ -8,6 +8,7 @@ import pytest
 from fake_engine import FakeEngine
 from written import HELLO, engine_that_says
 
+from glm_dcp_jax.progress import show_as_lines
 from glm_dcp_jax.serve.app import create_app
 from glm_dcp_jax.serve.settings import ServerSettings
 
@@ -19,7 +20,9 @@ def logging_as_before() -> Iterator[None]:
     """The command line sets levels, handlers and filters of the whole process, where other tests look for warnings."""
     loggers = [logging.getLogger(name) for name in (None, "glm_dcp_jax", "uvicorn", "uvicorn.access")]
     before = [(logger.level, logger.handlers[:], logger.filters[:]) for logger in loggers]
+    show_as_lines(False)
     yield
+    show_as_lines(False)
     for logger, (level, handlers, filters) in zip(loggers, before, strict=True):
         logger.setLevel(level)
         logger.handlers[:], logger.filters[:] = handlers, filters
