@@ -39,6 +39,16 @@ def pairs(world: World, room: int) -> Document:
     return document
 
 
+def equations(world: World, room: int) -> Document:
+    """Nothing but sums."""
+    document = []
+    for _ in range(max(1, room // 9)):
+        (one,) = world.sums(1)
+        before, _, result = str(one).rpartition(" ")
+        document += [Piece(before, False), Piece(f" {result}.\n", True)]
+    return document
+
+
 def reading(world: World, room: int) -> Document:
     """A text of about `room` tokens with facts in it, and questions about some of them."""
     asked = world.rng.randint(1, max(1, min(8, room // 60)))

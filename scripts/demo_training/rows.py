@@ -18,6 +18,7 @@ SAID, READ = 1.0, 0.03
 
 MAKERS: dict[str, Callable[[World, int], Document]] = {
     "pairs": documents.pairs,
+    "equations": documents.equations,
     "reading": documents.reading,
     "word problems": documents.word_problems,
     "small talk": documents.small_talk,

@@ -49,17 +49,18 @@ class Stage:
     drafts: bool = False
 
 
-_READING = {"reading": 0.8, "word problems": 0.2}
-_ALL = {"reading": 0.5, "word problems": 0.35, "small talk": 0.08, "tool call": 0.07}
+_READING = {"reading": 0.65, "word problems": 0.25, "equations": 0.1}
+_ALL = {"reading": 0.5, "word problems": 0.33, "equations": 0.05, "small talk": 0.07, "tool call": 0.05}
+_PROBLEMS = {"word problems": 0.75, "equations": 0.1, "reading": 0.15}
 
 STAGES = (
     Stage("copying", 400, 32, 64, 0.01, {"copying": 0.7, "pairs": 0.3}),
-    Stage("pairs", 600, 64, 32, 0.005, {"copying": 0.2, "pairs": 0.8}),
+    Stage("pairs and sums", 800, 64, 32, 0.005, {"copying": 0.1, "pairs": 0.45, "equations": 0.45}),
     Stage("short texts", 500, 128, 24, 0.004, _READING),
     Stage("texts", 300, 256, 16, 0.004, _READING),
     Stage("long texts", 250, 512, 8, 0.0034, _READING),
-    Stage("longer texts", 350, 1024, 4, 0.0028, _READING),
-    Stage("sums", 800, 128, 24, 0.004, {"word problems": 0.9, "reading": 0.1}, last=0.2),
+    Stage("longer texts", 300, 1024, 4, 0.0028, _READING),
+    Stage("problems", 500, 192, 16, 0.004, _PROBLEMS, last=0.2),
     Stage("grown", 700, 1024, 4, 0.003, _ALL, last=0.3, layers=LAYERS),
     Stage(
         "indexers",
