@@ -96,6 +96,8 @@ class Training:
                 self._log(stage, step + 1, mean, rate)
                 bar.set_postfix(loss=f"{float(mean.loss):.3f}", tokens_per_s=round(rate))
                 logged = now
+                if mean.loss < stage.goal:
+                    break
                 if now - saved > self._save_every:
                     self._save(Progress(progress.stage, step + 1, learner))
                     saved = now

@@ -33,7 +33,8 @@ class Stage:
     """mixture: kind of text -> share. length, batch: of rows. layers: how many of them there are yet.
 
     rate: Muon's learning rate at the beginning; last: at the end, as a share of it. learns: "all", or of the trunk only
-    the "indexer"s, by what dense attention attends to. drafts: whether the MTP layer learns too.
+    the "indexer"s, by what dense attention attends to. drafts: whether the MTP layer learns too. goal: a loss at which
+    the stage ends early: when copying emerges is a matter of luck.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Stage:
     attention: Attention = Attention.DENSE
     learns: str = "all"
     drafts: bool = False
+    goal: float = 0.0
 
 
 _READING = {"reading": 0.65, "word problems": 0.25, "equations": 0.1}
@@ -54,8 +56,10 @@ _ALL = {"reading": 0.5, "word problems": 0.33, "equations": 0.05, "small talk": 
 _PROBLEMS = {"word problems": 0.75, "equations": 0.1, "reading": 0.15}
 
 STAGES = (
-    Stage("copying", 400, 32, 64, 0.01, {"copying": 0.7, "pairs": 0.3}),
-    Stage("pairs and sums", 800, 64, 32, 0.005, {"copying": 0.1, "pairs": 0.45, "equations": 0.45}),
+    Stage("copying", 2000, 32, 64, 0.01, {"copying": 0.7, "pairs": 0.3}, goal=0.4),
+    Stage(
+        "pairs and sums", 1500, 64, 32, 0.005, {"copying": 0.1, "pairs": 0.45, "equations": 0.45}, goal=0.5
+    ),
     Stage("short texts", 500, 128, 24, 0.004, _READING),
     Stage("texts", 300, 256, 16, 0.004, _READING),
     Stage("long texts", 250, 512, 8, 0.0034, _READING),
