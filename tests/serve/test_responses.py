@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import httpx
 import pytest
@@ -9,6 +10,7 @@ from responding import TOOLS, events_of, nameless, response_of, said, told
 from written import ARGUMENTS, CALL, FIND, HELLO, engine_that_says, spelled, written
 
 from glm_dcp_jax.serve.app import create_app
+from glm_dcp_jax.serve.errors import ApiError
 from glm_dcp_jax.serve.settings import ServerSettings
 
 LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
@@ -183,6 +185,45 @@ class TestStream:
         response = told(events_of(answer)) if stream else response_of(answer)
         assert said(response) == [("calls", ("find", JSON_ARGUMENTS), "completed")]
         assert response["status"] == "completed" and len(engine.aborted) == 1
+
+    @pytest.mark.parametrize("choice", ["auto", {"type": "function", "name": "find"}], ids=["auto", "named"])
+    @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+    async def test_after_one_call_it_is_complete_also_where_tokens_ran_out(self, respond, choice, stream):
+        engine = engine_that_says(f"</think>{CALL}and more", burst=1000)
+        body = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False, "stream": stream}
+        answer = await respond(engine, **body, max_output_tokens=len(written(f"</think>{CALL}an")))
+        response = told(events_of(answer)) if stream else response_of(answer)
+        assert said(response) == [("calls", ("find", JSON_ARGUMENTS), "completed")]
+        assert response["status"] == "completed"
+
+    async def test_a_failure_behind_a_sign_of_life_is_told_from_the_beginning(self, respond):
+        engine = engine_that_says("Hi")
+        engine.delay, engine.fails_after = 0.05, 0
+        answer = await respond(engine, {"sse_keep_alive_interval": 0.01}.items(), stream=True)
+        events = answer.text.replace(": keep-alive\n\n", "")
+        assert events != answer.text
+        response = told(events_of(httpx.Response(200, headers=answer.headers, text=events)))
+        assert (response["status"], response["output"]) == ("failed", [])
+
+    async def test_a_prompt_that_cannot_be_made_behind_a_sign_of_life_is_an_error_event(
+        self, respond, monkeypatch
+    ):
+        def slow(*arguments):
+            time.sleep(0.05)
+            raise ApiError("too long", param="input")
+
+        monkeypatch.setattr("glm_dcp_jax.serve.chat_prompt.encode_within", slow)
+        answer = await respond("Hi", {"sse_keep_alive_interval": 0.01}.items(), stream=True)
+        events = answer.text.replace(": keep-alive\n\n", "")
+        assert events != answer.text
+        [event] = events_of(httpx.Response(200, headers=answer.headers, text=events))
+        assert event == {
+            "type": "error",
+            "code": "BadRequestError",
+            "message": "too long",
+            "param": "input",
+            "sequence_number": 0,
+        }
 
     async def test_a_failure_on_the_way_fails_the_response(self, respond):
         engine = engine_that_says("hm</think>Some", burst=1)

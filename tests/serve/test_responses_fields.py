@@ -134,6 +134,12 @@ class TestTaken:
             "input.0.content",
             "only text",
         ),
+        (
+            {"input": [{"role": "assistant", "content": "x", "reasoning": "y"}]},
+            "input.0.reasoning",
+            "supported",
+        ),
+        ({"input": [{"role": "user", "content": "x", "name": "Bob"}]}, "input.0.name", "supported"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input.0.role", "developer"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type", "not kept"),
         ({"input": [{"type": "web_search_call"}]}, "input.0.type", "not supported"),

@@ -64,8 +64,11 @@ class Answer:
             raise ApiError(
                 "logprobs need a tokenizer in which tags such as </think> are tokens", param="include"
             )
-        self._response: ResponseBody
+        self._response: ResponseBody | None = None
+        """None as long as it is not known what it will be asked for."""
         self._output: Output
+        self._told = False
+        """Whether a stream has begun to tell of it."""
 
     async def whole(self) -> dict[str, Any]:
         """The response, once it is complete."""
@@ -76,7 +79,7 @@ class Answer:
         [choice] = output.outputs
         self._output.take(turns.parts(0), choice)
         self._output.end(choice)
-        return self._ended(usage, choice.finish_reason)
+        return self._ended(usage, turns[0].finish_reason(choice))
 
     async def stream(self) -> AsyncGenerator[Event, None]:
         """The events of its life."""
@@ -85,9 +88,8 @@ class Answer:
         choice = None
         async with aclosing(deltas(generate(self._context, [work]), usage, True)) as new:
             async for delta in new:
-                if delta.first:
-                    for name in ("created", "in_progress"):
-                        yield {"type": f"response.{name}", "response": self._response.begun()}
+                for event in self._beginning():
+                    yield event
                 choice = delta.choice
                 for event in self._output.take(turn.read(choice), choice):
                     yield event
@@ -96,14 +98,31 @@ class Answer:
         assert choice is not None, "an engine that ends a request says so"
         for event in self._output.end(choice):
             yield event
-        response = self._ended(usage, choice.finish_reason)
+        response = self._ended(usage, turn.finish_reason(choice))
         yield {"type": f"response.{response['status']}", "response": response}
 
     def failure(self, error: ApiError) -> list[Event]:
-        """The events of an error once others were sent."""
-        events = self._output.end(None)
+        """The events of an error once something was sent, if only a sign of life."""
+        if self._response is None:
+            detail = error.body["error"]
+            return [
+                {
+                    "type": "error",
+                    **{name: detail[name] for name in ("message", "param")},
+                    "code": detail["type"],
+                }
+            ]
+        events = [*self._beginning(), *self._output.end(None)]
         response = self._response.failed(self._output.items, error)
         return [*events, {"type": "response.failed", "response": response}]
+
+    def _beginning(self) -> list[Event]:
+        """The events that come before all others, once."""
+        if self._told or self._response is None:
+            return []
+        self._told = True
+        begun = self._response.begun()
+        return [{"type": f"response.{name}", "response": begun} for name in ("created", "in_progress")]
 
     async def _begin(self) -> tuple[Work, Turns]:
         work = await self._asked.work()
@@ -116,6 +135,7 @@ class Answer:
         return work, turns
 
     def _ended(self, usage: Usage, finish_reason: str | None) -> dict[str, Any]:
+        assert self._response is not None, "it has begun"
         thought = self._output.thought_tokens
         if not self._asked.reading.tags_are_tokens:  # so what was thought is counted anew
             thought = len(self._asked.tokenizer.encode(self._output.thought, add_special_tokens=False))
