@@ -48,7 +48,7 @@ def _render(tokenizer: Tokenizer, conversation: Conversation, source: str | None
     if tools and not template.reads("tools"):
         raise ApiError("the model's chat template has no place for tools", param="tools")
     return tokenizer.apply_chat_template(
-        [message.for_template() for message in conversation.messages],
+        conversation.messages_for_template,
         source,
         conversation.add_generation_prompt,
         **({"tools": tools} if tools else {}),

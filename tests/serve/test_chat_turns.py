@@ -8,6 +8,8 @@ from answers import events
 from live import live_server
 from written import ARGUMENTS, CALL, FIND, HELLO, TIME, engine_that_says, written
 
+FIND_IT = {"type": "function", "function": {"name": "find"}}
+
 
 def gathered(chunks: list[dict], index: int = 0) -> dict:
     """What a stream's `delta`s of one choice come to, as a message, and its last finish_reason."""
@@ -192,6 +194,16 @@ class TestOneCall:
         assert reason == "tool_calls" and len(engine.aborted) == 1
         first = len(written(f"</think>{CALL}"))
         assert first <= usage["completion_tokens"] == engine.generation_tokens < first + engine.burst
+
+    @pytest.mark.parametrize(
+        ("choice", "reason"), [("auto", "tool_calls"), (FIND_IT, "stop")], ids=["auto", "named"]
+    )
+    @pytest.mark.parametrize("burst", [1, 1000])
+    async def test_its_reason_is_the_same_where_tokens_ran_out_at_once(self, ask, choice, reason, burst):
+        engine = engine_that_says(self.TURN, burst=burst)
+        limit = len(written(f"</think>{CALL}")) + 1
+        [made] = (await ask(engine, **self.BODY, tool_choice=choice, max_tokens=limit)).json()["choices"]
+        assert made["finish_reason"] == reason
 
     @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
     async def test_other_choices_go_on(self, ask, stream):

@@ -7,7 +7,7 @@ import time
 import httpx
 import pytest
 from responding import TOOLS, events_of, nameless, response_of, said, told
-from written import ARGUMENTS, CALL, FIND, HELLO, engine_that_says, spelled, written
+from written import ARGUMENTS, CALL, FIND, HELLO, engine_that_says, glm_tokenizer, spelled, written
 
 from glm_dcp_jax.serve.app import create_app
 from glm_dcp_jax.serve.errors import ApiError
@@ -274,6 +274,38 @@ async def test_what_was_answered_can_be_sent_back_and_means_what_it_means_to_cha
     said_there = {"messages": [{"role": "system", "content": "Look."}, *messages], "tools": [FIND]}
     there = (await client.post("/v1/chat/completions", json=said_there)).json()
     assert response_of(here)["usage"]["input_tokens"] == there["usage"]["prompt_tokens"]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("answered", "shown"),
+    [("ab", "ab"), ("ba", "ab"), ("bx", "bx"), ("b", "b")],
+    ids=["in order", "the other way round", "to an unknown call", "one alone"],
+)
+async def test_results_stand_in_the_order_of_their_calls(client_of, monkeypatch, answered, shown):
+    calls = [{"call_id": id, "name": "find", "arguments": "{}"} for id in "ab"]
+    seen = []
+    render = glm_tokenizer().apply_chat_template
+    monkeypatch.setattr(
+        glm_tokenizer(),
+        "apply_chat_template",
+        lambda messages, *rest, **more: seen.append(messages) or render(messages, *rest, **more),
+    )
+    client = client_of(engine_that_says("Hi"))
+    results = [{"type": "function_call_output", "call_id": id, "output": id} for id in answered]
+    items = [
+        {"role": "user", "content": "Hi"},
+        *({"type": "function_call", **call} for call in calls),
+        *results,
+    ]
+    response_of(await client.post("/v1/responses", json={"input": items}))
+    made = [{"id": id, "function": {"name": "find", "arguments": "{}"}} for id in "ab"]
+    said_there = [{"role": "tool", "tool_call_id": id, "content": id} for id in answered]
+    messages = [*HELLO, {"role": "assistant", "tool_calls": made}, *said_there]
+    assert (await client.post("/v1/chat/completions", json={"messages": messages})).status_code == 200
+    for prompt in seen:
+        assert [message["content"] for message in prompt if message["role"] == "tool"] == list(shown)
+    assert len(seen) == 2
 
 
 @pytest.mark.anyio
