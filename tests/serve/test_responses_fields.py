@@ -185,7 +185,7 @@ class TestTaken:
         ({"conversation": "c"}, "conversation", "not supported"),
         ({"prompt": {"id": "p"}}, "prompt", "not supported"),
         ({"n": 2}, "n", "not supported"),
-        ({"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params", "not supported"),
+        ({"kv_transfer_params": [1]}, "kv_transfer_params", "dictionary"),
         ({"messages": [1]}, "messages", "here it is input"),
         ({"max_tokens": 3}, "max_tokens", "here it is max_output_tokens"),
         ({"response_format": {"type": "json_object"}}, "response_format", "text.format"),

@@ -160,6 +160,7 @@ class ResponsesRequest(SamplingRequest):
     prompt_cache_key: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: bool = True
+    kv_transfer_params: dict[str, Any] | None = None
     unsupported = {
         "background": NOTHING,
         "thinking": NOTHING,
@@ -228,6 +229,7 @@ class ResponsesRequest(SamplingRequest):
                     "reasoning_effort": self.reasoning.effort,
                     "chat_template_kwargs": self.chat_template_kwargs,
                     "include_reasoning": self.include_reasoning,
+                    "kv_transfer_params": self.kv_transfer_params,
                 }
             )
         except ValidationError as error:
