@@ -147,6 +147,11 @@ class TestTaken:
         ({"input": [thought("a") | {"encrypted_content": "x"}]}, "input.0.encrypted_content", "supported"),
         ({"text": {"format": {"type": "yaml"}}}, "text.format", "json_schema"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "JSON schema"),
+        ({"text": {"format": {"type": "json_schema", "schema": SCHEMA}}}, "text.format.name", "string"),
+        ({"text": {"format": {**FORMAT, "strict": "yes"}}}, "text.format.strict", "true or false"),
+        ({"tools": [{**TOOLS[0], "strict": "yes"}]}, "tools.0.strict", "true or false"),
+        ({"add_generation_prompt": False}, "add_generation_prompt", "not supported"),
+        ({"add_special_tokens": True}, "add_special_tokens", "not supported"),
         (
             {"text": {"format": FORMAT}, "structured_outputs": {"regex": "a"}},
             "structured_outputs",

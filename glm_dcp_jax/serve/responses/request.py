@@ -84,6 +84,7 @@ def _tool(value: Any) -> dict[str, Any]:
         raise refuse("type", 'must be "function"; other kinds of tools are not supported')
     if "function" in value:
         raise refuse("function", "has no place here: name and parameters stand beside type")
+    _require_strictness(value)
     return value
 
 
@@ -101,7 +102,16 @@ def _format(value: Any) -> dict[str, Any]:
         raise ValueError("must be an object whose type is text, json_object or json_schema")
     if kind == "json_schema" and not isinstance(value.get("schema"), dict):
         raise refuse("schema", "must be a JSON schema, an object")
+    if kind == "json_schema" and not isinstance(value.get("name"), str):
+        raise refuse("name", "must be a string")
+    _require_strictness(value)
     return value
+
+
+def _require_strictness(value: dict[str, Any]) -> None:
+    """Schemas are always kept to, but what is said about it comes back."""
+    if not isinstance(value.get("strict"), bool | None):
+        raise refuse("strict", "must be true or false")
 
 
 class Text(Body):
@@ -162,6 +172,8 @@ class ResponsesRequest(SamplingRequest):
     include_reasoning: bool = True
     kv_transfer_params: dict[str, Any] | None = None
     unsupported = {
+        "add_generation_prompt": (None, True),
+        "add_special_tokens": (None, False),
         "background": NOTHING,
         "thinking": NOTHING,
         "context_management": NOTHING,

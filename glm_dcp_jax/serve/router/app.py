@@ -48,7 +48,9 @@ def create_app(settings: RouterSettings) -> FastAPI:
         await asyncio.gather(*watches, return_exceptions=True)
         await context.releases.finish()
 
-    app = FastAPI(title="glm_dcp_jax router", version=__version__, lifespan=lifespan)
+    app = FastAPI(
+        title="glm_dcp_jax router", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
+    )  # its pages would need scripts from elsewhere
     app.state.context = context
     errors.install(app, elsewhere=_ELSEWHERE)
     app.include_router(router)
