@@ -208,7 +208,7 @@ class TestOneCall:
     @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
     async def test_other_choices_go_on(self, ask, stream):
         engine = engine_that_says(self.TURN, "</think>" + "y" * 90)
-        answer = await ask(engine, **self.BODY, n=2, stream=stream)
+        answer = await ask(engine, **self.BODY, n=2, stream=stream, stop="xxx")
         if stream:
             first, second = (gathered(events(answer), index) for index in (0, 1))
         else:
@@ -216,6 +216,7 @@ class TestOneCall:
                 {**choice["message"], "finish_reason": choice["finish_reason"]}
                 for choice in answer.json()["choices"]
             )
+            assert [choice["stop_reason"] for choice in answer.json()["choices"]] == [None, None]
         assert (len(first["tool_calls"]), first["finish_reason"]) == (1, "tool_calls")
         assert (second["content"], second["finish_reason"]) == ("y" * 90, "stop")
 

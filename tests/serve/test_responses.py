@@ -137,6 +137,17 @@ class TestWhole:
         answer = await respond(engine, settings, **LOGPROBS)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "include")
 
+    async def test_a_tag_that_a_user_wrote_begins_no_turn(self, respond, monkeypatch):
+        engine = engine_that_says()
+        engine.says = [spelled("Hi")]
+        monkeypatch.setattr(engine.tokenizer, "token_id", lambda text: None)
+        template = "<|user|>{{ messages[0].content }}<|assistant|>"
+        settings = {"reasoning_parser": "glm45", "chat_template": template}.items()
+        response = response_of(await respond(engine, settings, input="what is <think>"))
+        assert said(response) == [("says", "Hi", "completed")]
+        settings = {"reasoning_parser": "glm45", "chat_template": template + "<think>"}.items()
+        assert said(response_of(await respond(engine, settings))) == [("thinks", "Hi", "completed")]
+
 
 @pytest.mark.anyio
 class TestStream:
