@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
+import httpx
+
 from glm_dcp_jax._version import __version__
 from glm_dcp_jax.config import ConfigError
 
@@ -44,12 +46,15 @@ def parse(argv: Sequence[str]) -> Options:
 def _base_url(text: str) -> str:
     try:
         parts = urlsplit(text)
-        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
+        host = httpx.URL(text).host  # which refuses names that nothing could look up
+        is_url = parts.scheme in ("http", "https") and bool(host.encode("idna")) and parts.port != 0
+    except (ValueError, httpx.InvalidURL):
         is_url = False
     if not is_url or not text.isprintable() or " " in text:
         raise ConfigError(f"--base-url must be a URL such as http://127.0.0.1:8000, but is {text!r}")
-    return text.rstrip("/").removesuffix("/v1")
+    if parts.query or parts.fragment:
+        raise ConfigError(f"--base-url {text!r} must end before its ? or #, as in http://127.0.0.1:8000")
+    return text.rstrip("/?#").removesuffix("/v1")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,6 +10,7 @@ from glm_dcp_jax.chat.conversation import Conversation
 
 PROMPT = "> "
 HELP = "/reset forgets the conversation, /system TEXT sets its system message, /quit ends, Ctrl-C stops an answer"
+_ALONE = ("/reset", "/quit", "/help")
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """What a model must not send to a terminal, which would obey."""
@@ -29,7 +30,7 @@ class Terminal:
         self._note(f"{greeting}\n{HELP}")
         while True:
             try:
-                line = input(PROMPT).strip()
+                line = self._line()
             except KeyboardInterrupt:
                 self._note("\n(/quit or Ctrl-D ends)")
                 continue
@@ -46,13 +47,22 @@ class Terminal:
             elif line:
                 self._answer(line)
 
+    def _line(self) -> str:
+        """What the user says. Raises UnicodeDecodeError, also where Python lets wrong bytes pass."""
+        if not self._is_terminal:
+            print(PROMPT, end="", file=sys.stderr, flush=True)
+        line = input(PROMPT if self._is_terminal else "").strip()
+        return line.encode(errors="surrogateescape").decode()
+
     def answer_once(self, text: str) -> None:
         """Print the answer to a message. Raises ServerError."""
         self._show(self._conversation.say(text.strip()))
 
     def _command(self, line: str) -> None:
         name, _, rest = line.partition(" ")
-        if name == "/reset":
+        if rest and name in _ALONE:
+            self._note(f"{name} stands alone; {HELP}")
+        elif name == "/reset":
             self._conversation.reset()
             self._note("(forgotten)")
         elif name == "/system" and rest.strip():

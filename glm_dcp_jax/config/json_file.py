@@ -1,6 +1,7 @@
 """Reading JSON that others wrote: whatever is wrong with it is one kind of error."""
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,10 @@ def _parsed(text: str | bytes, object_of: Callable[[list[tuple[str, Any]]], dict
         return json.loads(text, object_pairs_hook=object_of)
     except RecursionError:
         raise ValueError("its brackets are nested too deeply") from None
+    except ValueError as error:
+        if type(error) is not ValueError:  # it says itself what is wrong
+            raise
+        raise ValueError(f"an integer has more than {sys.get_int_max_str_digits()} digits") from None
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

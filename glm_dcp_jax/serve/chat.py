@@ -115,11 +115,12 @@ class Chat:
                     choice.token_ids, choice.logprobs, alternatives, self._asked.tokenizer
                 )
             }
+        turn = turns[choice.index]
         answer = {
             "index": choice.index,
             **content,
             "logprobs": logprobs,
-            "finish_reason": turns[choice.index].finish_reason(choice),
-            "stop_reason": choice.stop_reason,
+            "finish_reason": turn.finish_reason(choice),
+            "stop_reason": None if turn.done else choice.stop_reason,
         }
         return {**answer, **token_ids_body(delta)} if self._body.return_token_ids else answer

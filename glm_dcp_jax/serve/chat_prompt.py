@@ -34,7 +34,8 @@ async def chat_token_ids(
     # A template may loop for long and cannot be stopped: on threads of its own it delays only other templates.
     rendering = _pool().submit(lambda: _render(tokenizer, conversation, template))
     try:
-        text = await asyncio.wait_for(asyncio.wrap_future(rendering), RENDER_SECONDS)
+        async with asyncio.timeout(RENDER_SECONDS):  # wait_for may lose that the client has gone
+            text = await asyncio.wrap_future(rendering)
     except TimeoutError:
         raise ApiError("the chat template took too long on these messages", param=blame) from None
     except ValueError as error:  # ChatTemplateError among them
@@ -48,7 +49,7 @@ def _render(tokenizer: Tokenizer, conversation: Conversation, source: str | None
     if tools and not template.reads("tools"):
         raise ApiError("the model's chat template has no place for tools", param="tools")
     return tokenizer.apply_chat_template(
-        [message.for_template() for message in conversation.messages],
+        conversation.messages_for_template,
         source,
         conversation.add_generation_prompt,
         **({"tools": tools} if tools else {}),

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainValidator, model_validator
@@ -208,6 +209,20 @@ class Conversation(Request):
         if not self.forced_tools:
             raise refuse("tool_choice", "names a function that is not among tools")
         return self
+
+    @property
+    def messages_for_template(self) -> list[dict[str, Any]]:
+        """What the chat template sees. Results of several calls come in the calls' order: templates show no ids."""
+        ordered: list[Message] = []
+        places: dict[str | None, int] = {}
+        for of_tools, together in groupby(self.messages, lambda message: message.role == "tool"):
+            group = list(together)
+            if of_tools and all(message.tool_call_id in places for message in group):
+                group.sort(key=lambda message: places[message.tool_call_id])
+            ordered += group
+            calls = group[-1].tool_calls
+            places = {call.id: place for place, call in enumerate(calls) if call.id is not None}
+        return [message.for_template() for message in ordered]
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:

@@ -100,18 +100,29 @@ def internal_error() -> ApiError:
     return ApiError("internal error; the server's log has the details", status=500)
 
 
-def install(app: FastAPI, on_invalid: Callable[[Request, Any], None] = lambda request, body: None) -> None:
-    """Answer every error of the app in OpenAI's form. on_invalid: hears of each body that is not what it should be."""
+def install(
+    app: FastAPI,
+    on_invalid: Callable[[Request, Any], None] = lambda request, body: None,
+    elsewhere: str = "the list of paths is at /docs",
+) -> None:
+    """Answer every error of the app in OpenAI's form.
+
+    on_invalid: hears of each body that is not what it should be. elsewhere: what there is for whom a path is not there.
+    """
 
     async def invalid_request(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         on_invalid(request, error.body)
         return _explain(error.errors(), request.headers.get("content-type", "")).response()
 
+    async def http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return _http_error(request, error, elsewhere)
+
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(ClientGone, _client_gone)
     app.add_exception_handler(RequestValidationError, invalid_request)
-    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(WrongBody, _wrong_body)
     app.add_exception_handler(Exception, _unforeseen)
 
@@ -130,11 +141,10 @@ async def _client_gone(request: Request, error: Exception) -> Response:
     return Response(status_code=_CLIENT_GONE)
 
 
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+def _http_error(request: Request, error: HTTPException, elsewhere: str) -> Response:
     message = str(error.detail)
     if error.status_code == HTTPStatus.NOT_FOUND:
-        message = f"there is no {request.url.path} here; the list of paths is at /docs"
+        message = f"there is no {request.url.path} here; {elsewhere}"
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         message = f"{request.url.path} does not take {request.method}"
     answer = ApiError(message, error.status_code).response()

@@ -98,10 +98,11 @@ class TypedEventStream(EventStream):
         events: AsyncGenerator[dict[str, Any], None],
         stopping: asyncio.Event,
         failure: Callable[[ApiError], list[dict[str, Any]]],
+        ended: Callable[[], None] = lambda: None,
         keep_alive: float = 0.0,
     ) -> None:
         """failure: the events that an error is, once others were sent."""
-        super().__init__(events, stopping, keep_alive=keep_alive)
+        super().__init__(events, stopping, ended, keep_alive)
         self._failure_events = failure
         self._sent = 0
 

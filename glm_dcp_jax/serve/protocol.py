@@ -12,6 +12,7 @@ from glm_dcp_jax.serve.body import Body, Request, refuse
 from glm_dcp_jax.serve.conversation import Conversation, Message
 from glm_dcp_jax.serve.errors import ApiError
 from glm_dcp_jax.serve.structured import structured_outputs_of
+from glm_dcp_jax.serve.unsupported import NOTHING
 
 Prompt = str | list[int]
 """A prompt as text or as token ids."""
@@ -226,6 +227,14 @@ class CompletionRequest(GenerationRequest):
     logprobs: StrictInt | None = None
     echo: bool = False
     add_special_tokens: bool = True
+    unsupported = {
+        "chat_template_kwargs": NOTHING,
+        "max_completion_tokens": (None,),
+        "messages": NOTHING,
+        "reasoning_effort": (None,),
+        "thinking": (None,),
+        "top_logprobs": NOTHING,
+    }
 
     @model_validator(mode="after")
     def _one_cache_one_prompt(self) -> "CompletionRequest":
@@ -259,6 +268,7 @@ class ChatRequest(GenerationRequest, Conversation):
     add_special_tokens: bool = False
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
+    unsupported = {"prompt": NOTHING}
 
 
 class ReleaseRequest(Body):

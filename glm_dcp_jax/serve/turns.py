@@ -185,12 +185,10 @@ class Turn:
         As OpenAI has it, a call by a name that the request gives is no reason.
         """
         parser = self._parser
-        if self.done and self._reading.names_the_tool and choice.finish_reason is None:
-            return "stop"
+        if not (self.done or choice.finish_reason == "stop"):
+            return choice.finish_reason
         called = parser is not None and parser.calls and not parser.cut and not self._reading.names_the_tool
-        return (
-            "tool_calls" if called and (self.done or choice.finish_reason == "stop") else choice.finish_reason
-        )
+        return "tool_calls" if called else "stop"
 
 
 class Turns(list[Turn]):

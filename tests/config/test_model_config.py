@@ -298,7 +298,9 @@ class TestLoad:
                 "[" * 100_000, "config.json cannot be read as JSON: .* nested too deeply", id="deep"
             ),
             pytest.param(
-                '{"x": ' + "1" * 5000 + "}", "config.json cannot be read as JSON: .*digits", id="digits"
+                '{"x": ' + "1" * 5000 + "}",
+                "config.json cannot be read as JSON: an integer has more than 4300 digits",
+                id="digits",
             ),
         ],
     )

@@ -231,9 +231,10 @@ class _Echo:
             self.ids.append(token)
             if token in self.params.stop_token_ids or (token == self.eos and not self.params.ignore_eos):
                 self.reason, self.stop_reason = "stop", None if token == self.eos else token
-            elif self.detokenizer and self.detokenizer.push([token]):
+            shows = self.reason is None or self.params.include_stop_str_in_output
+            if shows and self.detokenizer and self.detokenizer.push([token]) and self.reason is None:
                 self.reason, self.stop_reason = "stop", self.detokenizer.stop
-            elif len(self.ids) == self.params.max_tokens:
+            if self.reason is None and len(self.ids) == self.params.max_tokens:
                 self.reason = "length"
         if self.reason and self.detokenizer:
             self.detokenizer.finish()

@@ -142,6 +142,13 @@ def test_commands_that_are_none_and_answers_that_are_cut_off_are_explained(talk)
     assert "there is no /nothing; /reset forgets" in noted and "be kind" in noted and "--max-tokens" in noted
 
 
+def test_what_is_typed_wrong_is_not_sent(talk):
+    script = Script([chunk(content="a"), DONE])
+    _, noted = talk(script, "one", "\udcff", "/reset all", "/quit now", "/quit")
+    assert "not UTF-8" in noted and "/reset stands alone" in noted and "/quit stands alone" in noted
+    assert "(forgotten)" not in noted and len(script.asked) == 1
+
+
 def piped(monkeypatch, text: str | bytes, *flags: str) -> int:
     raw = io.BytesIO(text.encode() if isinstance(text, str) else text)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(raw, encoding="utf-8"))
@@ -165,6 +172,29 @@ def test_what_is_piped_in_is_one_message_and_the_answer_alone_comes_out(monkeypa
         for text, says in (" \n", "there is no message"), (b"\xff", "is not UTF-8"):
             assert piped(monkeypatch, text, *flags) == 1
             assert says in capsys.readouterr().err
+
+
+def test_where_nothing_can_be_read_or_written_it_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main([]) == 1 and "no message on standard input" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main([]) == 1 and "standard output is closed" in capsys.readouterr().err
+
+
+def test_a_disk_that_is_full_is_said_in_one_line(monkeypatch, capsys):
+    with live_server(FakeEngine()) as url:
+        monkeypatch.setattr(sys, "stdout", open("/dev/full", "w"))  # noqa: SIM115 (main closes it)
+        assert piped(monkeypatch, "hi", "--base-url", url, "--max-tokens", "2") == 1
+        monkeypatch.undo()
+    assert capsys.readouterr().err == "error: standard output cannot be written: No space left on device\n"
+
+
+def test_an_answer_that_the_output_cannot_encode_is_shown_all_the_same(monkeypatch):
+    output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    with live_server(FakeEngine()) as url:
+        monkeypatch.setattr(sys, "stdout", output)
+        assert piped(monkeypatch, "h\u00e9", "--base-url", url, "--max-tokens", "8") == 0
+    assert b"h?" in output.buffer.getvalue()
 
 
 def test_as_a_process_without_jax(tmp_path):
@@ -203,6 +233,11 @@ def test_what_is_no_such_server(content, says):
         (["--base-url", "localhost"], "--base-url must be a URL such as http://127.0.0.1:8000"),
         (["--base-url", "ftp://a"], "--base-url must be a URL"),
         (["--base-url", "http://a:port"], "--base-url must be a URL"),
+        (["--base-url", "http://a..b"], "--base-url must be a URL"),
+        (["--base-url", "http://xn--a"], "--base-url must be a URL"),
+        (["--base-url", "http://" + "a" * 64], "--base-url must be a URL"),
+        (["--base-url", "http://\u00e4" + "a" * 80], "--base-url must be a URL"),
+        (["--base-url", "http://a?b=1"], "must end before its \\? or #"),
         (["--api-key", "schl\u00fcssel"], "--api-key must be ASCII"),
         (["--temperature", "hot"], "--temperature: invalid float value: 'hot'"),
         (["--nothing"], "unrecognized arguments: --nothing"),

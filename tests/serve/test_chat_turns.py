@@ -8,6 +8,8 @@ from answers import events
 from live import live_server
 from written import ARGUMENTS, CALL, FIND, HELLO, TIME, engine_that_says, written
 
+FIND_IT = {"type": "function", "function": {"name": "find"}}
+
 
 def gathered(chunks: list[dict], index: int = 0) -> dict:
     """What a stream's `delta`s of one choice come to, as a message, and its last finish_reason."""
@@ -193,10 +195,20 @@ class TestOneCall:
         first = len(written(f"</think>{CALL}"))
         assert first <= usage["completion_tokens"] == engine.generation_tokens < first + engine.burst
 
+    @pytest.mark.parametrize(
+        ("choice", "reason"), [("auto", "tool_calls"), (FIND_IT, "stop")], ids=["auto", "named"]
+    )
+    @pytest.mark.parametrize("burst", [1, 1000])
+    async def test_its_reason_is_the_same_where_tokens_ran_out_at_once(self, ask, choice, reason, burst):
+        engine = engine_that_says(self.TURN, burst=burst)
+        limit = len(written(f"</think>{CALL}")) + 1
+        [made] = (await ask(engine, **self.BODY, tool_choice=choice, max_tokens=limit)).json()["choices"]
+        assert made["finish_reason"] == reason
+
     @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
     async def test_other_choices_go_on(self, ask, stream):
         engine = engine_that_says(self.TURN, "</think>" + "y" * 90)
-        answer = await ask(engine, **self.BODY, n=2, stream=stream)
+        answer = await ask(engine, **self.BODY, n=2, stream=stream, stop="xxx")
         if stream:
             first, second = (gathered(events(answer), index) for index in (0, 1))
         else:
@@ -204,6 +216,7 @@ class TestOneCall:
                 {**choice["message"], "finish_reason": choice["finish_reason"]}
                 for choice in answer.json()["choices"]
             )
+            assert [choice["stop_reason"] for choice in answer.json()["choices"]] == [None, None]
         assert (len(first["tool_calls"]), first["finish_reason"]) == (1, "tool_calls")
         assert (second["content"], second["finish_reason"]) == ("y" * 90, "stop")
 

@@ -6,15 +6,19 @@ import json
 import socket
 import threading
 import time
+from concurrent.futures import Future
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from answers import events
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, tokenizer
 from live import live_server, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
+from glm_dcp_jax.serve import chat_prompt
 from glm_dcp_jax.serve.app import create_app
+from glm_dcp_jax.serve.conversation import Conversation, Message
 from glm_dcp_jax.serve.settings import ServerSettings
 
 PATH = "/v1/completions"
@@ -113,3 +117,21 @@ def test_a_stopping_server_tells_the_clients_it_leaves(stream):
     assert error["error"]["message"] == "the server is shutting down" and error["error"]["code"] == 503
     assert answer.status_code == (200 if stream else 503)
     assert len(engine.aborted) == 1
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("steps", range(1, 6))
+async def test_a_client_that_leaves_as_the_prompt_is_rendered_is_not_forgotten(monkeypatch, steps):
+    rendered: Future[str] = Future()
+    rendered.set_result("Hi")
+    go_on = threading.Event()
+    monkeypatch.setattr(chat_prompt, "_pool", lambda: SimpleNamespace(submit=lambda render: rendered))
+    monkeypatch.setattr(chat_prompt, "encode_within", lambda *arguments: [1] if go_on.wait(10) else [])
+    asked = Conversation(messages=[Message(role="user", content="Hi")])
+    task = asyncio.ensure_future(chat_prompt.chat_token_ids(tokenizer(), asked, None, False, 64))
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    task.cancel()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task

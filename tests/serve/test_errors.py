@@ -148,6 +148,23 @@ async def test_a_value_that_cannot_work_is_blamed_by_its_field(client, fields, p
     await assert_still_serving(client)
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (COMPLETIONS, {"messages": [{"role": "user", "content": "a"}]}, "messages"),
+        (COMPLETIONS, {"max_completion_tokens": 3}, "max_completion_tokens"),
+        (COMPLETIONS, {"reasoning_effort": "high"}, "reasoning_effort"),
+        (COMPLETIONS, {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        (CHAT, {"prompt": "b"}, "prompt"),
+    ],
+)
+async def test_the_other_endpoints_fields_are_not_ignored(post, path, fields, param):
+    body = {"prompt": "a"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "a"}]}
+    answer = await post(path, **body, **fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert (await post(path, **body, **dict.fromkeys(fields))).status_code == 200
+
+
 async def test_stream_options_need_a_stream(post):
     answer = await post(COMPLETIONS, prompt="a", stream_options={"include_usage": True})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "stream_options"
@@ -316,9 +333,8 @@ async def test_one_failing_prompt_of_many_aborts_the_others(client_of):
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize"])
 async def test_a_lone_surrogate_in_an_echoed_field_is_answered_with_a_replacement(client, path):
-    content = b'{"model": "a\\ud800", "prompt": "a", "messages": [{"role": "user", "content": "a"}]}'
-    if path == "/tokenize":
-        content = b'{"model": "a\\ud800", "prompt": "a"}'
+    asked = b'"messages": [{"role": "user", "content": "a"}]' if path == CHAT else b'"prompt": "a"'
+    content = b'{"model": "a\\ud800", ' + asked + b"}"
     answer = await client.post(path, content=content, headers={"Content-Type": "application/json"})
     assert answer.status_code == 404
     assert "The model `a?` does not exist" in answer.json()["error"]["message"]

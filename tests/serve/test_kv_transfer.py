@@ -1,6 +1,7 @@
 """kv_transfer_params through the API: passed on and answered, and no cache held in vain, however a request ends."""
 
 import asyncio
+import json
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -16,13 +17,23 @@ from glm_dcp_jax.engine.waiting import QueueFull
 from glm_dcp_jax.serve.handover import Handover
 
 pytestmark = pytest.mark.anyio
-COMPLETIONS, CHAT, RELEASE = "/v1/completions", "/v1/chat/completions", "/v1/kv_transfer/release"
-PROMPTS = {COMPLETIONS: {"prompt": "a"}, CHAT: {"messages": [{"role": "user", "content": "a"}]}}
-BOTH = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+RELEASE = "/v1/kv_transfer/release"
+PROMPTS = {
+    COMPLETIONS: {"prompt": "a"},
+    CHAT: {"messages": [{"role": "user", "content": "a"}]},
+    RESPONSES: {"input": "a"},
+}
+EVERY = pytest.mark.parametrize("path", PROMPTS)
 STREAM = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 BROUGHT = {"do_remote_prefill": True, "remote_key": "k", "remote_block_ids": [[1, 2]]}
 ASKED = {"do_remote_decode": True, "do_remote_prefill": False, "remote_host": None}
 OFFERED = {"do_remote_prefill": True, "remote_key": "offered"}
+
+
+def asking(path: str, tokens: int) -> dict:
+    """A prompt, and how long the answer may be."""
+    return {**PROMPTS[path], "max_output_tokens" if path == RESPONSES else "max_tokens": tokens}
 
 
 @pytest.fixture
@@ -34,22 +45,30 @@ def engine() -> FakeEngine:
 
 
 class TestParams:
-    @BOTH
+    @EVERY
     @STREAM
     async def test_reach_the_engine_as_they_came(self, post, engine, path, stream):
-        answer = await post(path, **PROMPTS[path], max_tokens=2, stream=stream, kv_transfer_params=BROUGHT)
+        answer = await post(path, **asking(path, 2), stream=stream, kv_transfer_params=BROUGHT)
         assert answer.status_code == 200
         assert engine.params[0].kv_transfer_params == BROUGHT
         assert engine.dropped == engine.released == []
 
-    @BOTH
+    @EVERY
     async def test_come_back_at_the_top_of_the_answer(self, post, path):
-        asked = await post(path, **PROMPTS[path], max_tokens=1, kv_transfer_params=ASKED)
+        asked = await post(path, **asking(path, 1), kv_transfer_params=ASKED)
         assert asked.json()["kv_transfer_params"] == OFFERED
-        plain = await post(path, **PROMPTS[path], max_tokens=1)
+        plain = await post(path, **asking(path, 1))
         assert plain.json()["kv_transfer_params"] is None
 
-    @BOTH
+    async def test_come_back_with_the_event_that_ends_a_response(self, post):
+        answer = await post(RESPONSES, **asking(RESPONSES, 3), stream=True, kv_transfer_params=ASKED)
+        *before, last = [
+            json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")
+        ]
+        assert last["response"]["kv_transfer_params"] == OFFERED
+        assert not any("kv_transfer_params" in event.get("response", {}) for event in before)
+
+    @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
     async def test_come_back_with_the_chunk_that_ends_a_stream(self, post, path):
         body = {**PROMPTS[path], "max_tokens": 3, "stream": True, "stream_options": {"include_usage": True}}
         chunks = events(await post(path, **body, kv_transfer_params=ASKED))
@@ -57,7 +76,7 @@ class TestParams:
         assert [chunk for chunk in chunks if "kv_transfer_params" in chunk] == ends
         assert [chunk["kv_transfer_params"] for chunk in ends] == [OFFERED]
 
-    @BOTH
+    @EVERY
     @pytest.mark.parametrize("nothing", [None, {}])
     async def test_may_ask_for_nothing(self, post, engine, path, nothing):
         answer = await post(path, **PROMPTS[path], kv_transfer_params=nothing)
@@ -82,14 +101,14 @@ REFUSALS = {
     "a value out of range": ({"top_p": 7}, 400),
     "an unknown model": ({"model": "other"}, 404),
     "too many logprobs": ({"prompt_logprobs": 21}, 400),
-    "more than fits": ({"max_tokens": 1000}, 400),
+    "more than fits": ({"max_tokens": 1000, "max_output_tokens": 1000}, 400),
 }
 
 
 class TestRefused:
     """Nothing of these requests reached the engine, so the server tells the producer, once."""
 
-    @BOTH
+    @EVERY
     @STREAM
     @pytest.mark.parametrize("why", REFUSALS)
     async def test_for_what_it_asks(self, post, engine, path, stream, why):
@@ -98,7 +117,7 @@ class TestRefused:
         assert (await post(path, **body)).status_code == status
         assert engine.dropped == [BROUGHT] and engine.params == []
 
-    @BOTH
+    @EVERY
     @pytest.mark.parametrize("state", [{"is_ready": False}, {"is_dead": True}], ids=str)
     async def test_for_the_state_of_the_engine(self, post, engine, path, state):
         vars(engine).update(state)
@@ -201,7 +220,7 @@ class TestFailed:
 
     WHY = "the KV cache of its prompt did not arrive (lost)"
 
-    @BOTH
+    @EVERY
     @STREAM
     async def test_is_an_error_that_says_so(self, post, engine, path, stream):
         engine.error = self.WHY

@@ -2,13 +2,15 @@
 
 import asyncio
 import json
+import time
 
 import httpx
 import pytest
 from responding import TOOLS, events_of, nameless, response_of, said, told
-from written import ARGUMENTS, CALL, FIND, HELLO, engine_that_says, spelled, written
+from written import ARGUMENTS, CALL, FIND, HELLO, engine_that_says, glm_tokenizer, spelled, written
 
 from glm_dcp_jax.serve.app import create_app
+from glm_dcp_jax.serve.errors import ApiError
 from glm_dcp_jax.serve.settings import ServerSettings
 
 LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
@@ -135,6 +137,17 @@ class TestWhole:
         answer = await respond(engine, settings, **LOGPROBS)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "include")
 
+    async def test_a_tag_that_a_user_wrote_begins_no_turn(self, respond, monkeypatch):
+        engine = engine_that_says()
+        engine.says = [spelled("Hi")]
+        monkeypatch.setattr(engine.tokenizer, "token_id", lambda text: None)
+        template = "<|user|>{{ messages[0].content }}<|assistant|>"
+        settings = {"reasoning_parser": "glm45", "chat_template": template}.items()
+        response = response_of(await respond(engine, settings, input="what is <think>"))
+        assert said(response) == [("says", "Hi", "completed")]
+        settings = {"reasoning_parser": "glm45", "chat_template": template + "<think>"}.items()
+        assert said(response_of(await respond(engine, settings))) == [("thinks", "Hi", "completed")]
+
 
 @pytest.mark.anyio
 class TestStream:
@@ -183,6 +196,45 @@ class TestStream:
         response = told(events_of(answer)) if stream else response_of(answer)
         assert said(response) == [("calls", ("find", JSON_ARGUMENTS), "completed")]
         assert response["status"] == "completed" and len(engine.aborted) == 1
+
+    @pytest.mark.parametrize("choice", ["auto", {"type": "function", "name": "find"}], ids=["auto", "named"])
+    @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+    async def test_after_one_call_it_is_complete_also_where_tokens_ran_out(self, respond, choice, stream):
+        engine = engine_that_says(f"</think>{CALL}and more", burst=1000)
+        body = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False, "stream": stream}
+        answer = await respond(engine, **body, max_output_tokens=len(written(f"</think>{CALL}an")))
+        response = told(events_of(answer)) if stream else response_of(answer)
+        assert said(response) == [("calls", ("find", JSON_ARGUMENTS), "completed")]
+        assert response["status"] == "completed"
+
+    async def test_a_failure_behind_a_sign_of_life_is_told_from_the_beginning(self, respond):
+        engine = engine_that_says("Hi")
+        engine.delay, engine.fails_after = 0.05, 0
+        answer = await respond(engine, {"sse_keep_alive_interval": 0.01}.items(), stream=True)
+        events = answer.text.replace(": keep-alive\n\n", "")
+        assert events != answer.text
+        response = told(events_of(httpx.Response(200, headers=answer.headers, text=events)))
+        assert (response["status"], response["output"]) == ("failed", [])
+
+    async def test_a_prompt_that_cannot_be_made_behind_a_sign_of_life_is_an_error_event(
+        self, respond, monkeypatch
+    ):
+        def slow(*arguments):
+            time.sleep(0.05)
+            raise ApiError("too long", param="input")
+
+        monkeypatch.setattr("glm_dcp_jax.serve.chat_prompt.encode_within", slow)
+        answer = await respond("Hi", {"sse_keep_alive_interval": 0.01}.items(), stream=True)
+        events = answer.text.replace(": keep-alive\n\n", "")
+        assert events != answer.text
+        [event] = events_of(httpx.Response(200, headers=answer.headers, text=events))
+        assert event == {
+            "type": "error",
+            "code": "BadRequestError",
+            "message": "too long",
+            "param": "input",
+            "sequence_number": 0,
+        }
 
     async def test_a_failure_on_the_way_fails_the_response(self, respond):
         engine = engine_that_says("hm</think>Some", burst=1)
@@ -233,6 +285,38 @@ async def test_what_was_answered_can_be_sent_back_and_means_what_it_means_to_cha
     said_there = {"messages": [{"role": "system", "content": "Look."}, *messages], "tools": [FIND]}
     there = (await client.post("/v1/chat/completions", json=said_there)).json()
     assert response_of(here)["usage"]["input_tokens"] == there["usage"]["prompt_tokens"]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("answered", "shown"),
+    [("ab", "ab"), ("ba", "ab"), ("bx", "bx"), ("b", "b")],
+    ids=["in order", "the other way round", "to an unknown call", "one alone"],
+)
+async def test_results_stand_in_the_order_of_their_calls(client_of, monkeypatch, answered, shown):
+    calls = [{"call_id": id, "name": "find", "arguments": "{}"} for id in "ab"]
+    seen = []
+    render = glm_tokenizer().apply_chat_template
+    monkeypatch.setattr(
+        glm_tokenizer(),
+        "apply_chat_template",
+        lambda messages, *rest, **more: seen.append(messages) or render(messages, *rest, **more),
+    )
+    client = client_of(engine_that_says("Hi"))
+    results = [{"type": "function_call_output", "call_id": id, "output": id} for id in answered]
+    items = [
+        {"role": "user", "content": "Hi"},
+        *({"type": "function_call", **call} for call in calls),
+        *results,
+    ]
+    response_of(await client.post("/v1/responses", json={"input": items}))
+    made = [{"id": id, "function": {"name": "find", "arguments": "{}"}} for id in "ab"]
+    said_there = [{"role": "tool", "tool_call_id": id, "content": id} for id in answered]
+    messages = [*HELLO, {"role": "assistant", "tool_calls": made}, *said_there]
+    assert (await client.post("/v1/chat/completions", json={"messages": messages})).status_code == 200
+    for prompt in seen:
+        assert [message["content"] for message in prompt if message["role"] == "tool"] == list(shown)
+    assert len(seen) == 2
 
 
 @pytest.mark.anyio

@@ -48,7 +48,13 @@ def _is_on(what: str, choice: str, tags: Sequence[Tag], tokenizer: Tokenizer | N
 def begins_in_reasoning(tokenizer: Tokenizer, table: TagTable, prompt: Sequence[int]) -> bool:
     """Whether a prompt ends within `<think>`: in what the turn that is to go on has of its own already."""
     if not {Tag.THINK, Tag.THINK_END}.isdisjoint(table.texts):
-        text = tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False)
+        tail = prompt[-_TAIL:]
+        roles = [
+            place
+            for place, token in enumerate(tail, 1)
+            if token in tokenizer.special_ids - table.tokens.keys()
+        ]
+        text = tokenizer.decode(tail[max(roles, default=0) :], skip_special_tokens=False)
         return text.rfind(Tag.THINK.value) > text.rfind(Tag.THINK_END.value)
     for token in reversed(prompt):
         if table.tokens.get(token) in REASONING_TAGS:

@@ -60,14 +60,17 @@ class ResponseBody:
         return self._at("in_progress")
 
     def ended(
-        self, output: list[dict[str, Any]], usage: Mapping[str, Any], finish_reason: str | None
+        self,
+        output: list[dict[str, Any]],
+        usage: Mapping[str, Any],
+        finish_reason: str | None,
+        kv_transfer_params: dict[str, Any] | None,
     ) -> dict[str, Any]:
-        """Once its turn has ended. usage: see usage_body."""
+        """Once its turn has ended. usage: see usage_body. kv_transfer_params: for another engine to go on from."""
+        known = {"usage": usage, "kv_transfer_params": kv_transfer_params}
         if finish_reason == "length":
-            return self._at(
-                "incomplete", output, usage=usage, incomplete_details={"reason": "max_output_tokens"}
-            )
-        return self._at("completed", output, usage=usage, completed_at=int(time.time()))
+            return self._at("incomplete", output, incomplete_details={"reason": "max_output_tokens"}, **known)
+        return self._at("completed", output, completed_at=int(time.time()), **known)
 
     def failed(self, output: list[dict[str, Any]], error: ApiError) -> dict[str, Any]:
         """Once it is known that it comes to no good end."""

@@ -8,6 +8,7 @@ from pydantic import PlainValidator, ValidationError
 
 from glm_dcp_jax.serve.body import Body, refuse, refuse_for
 from glm_dcp_jax.serve.conversation import text_of
+from glm_dcp_jax.serve.unsupported import NOTHING
 
 Parts = str | list[dict[str, Any]]
 _Text = Annotated[
@@ -21,6 +22,7 @@ class MessageItem(Body):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: _Text
+    unsupported = {"name": NOTHING, "reasoning": NOTHING, "reasoning_content": NOTHING}
 
 
 class FunctionCallItem(Body):

@@ -228,7 +228,7 @@ class Output:
 
     def end(self, choice: CompletionOutput | None) -> list[Event]:
         """Events of the turn's own end. choice: with its finish reason; None if it did not come to an end."""
-        whole = choice is not None and choice.finish_reason != "length"
+        whole = choice is not None and self._turn.finish_reason(choice) != "length"
         if isinstance(self._open, _CallItem) and choice is not None:
             whole = not self._turn.leaves_call_open(choice)
         return self.finish("completed" if whole else "incomplete")

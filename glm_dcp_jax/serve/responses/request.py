@@ -84,6 +84,7 @@ def _tool(value: Any) -> dict[str, Any]:
         raise refuse("type", 'must be "function"; other kinds of tools are not supported')
     if "function" in value:
         raise refuse("function", "has no place here: name and parameters stand beside type")
+    _require_strictness(value)
     return value
 
 
@@ -101,7 +102,16 @@ def _format(value: Any) -> dict[str, Any]:
         raise ValueError("must be an object whose type is text, json_object or json_schema")
     if kind == "json_schema" and not isinstance(value.get("schema"), dict):
         raise refuse("schema", "must be a JSON schema, an object")
+    if kind == "json_schema" and not isinstance(value.get("name"), str):
+        raise refuse("name", "must be a string")
+    _require_strictness(value)
     return value
+
+
+def _require_strictness(value: dict[str, Any]) -> None:
+    """Schemas are always kept to, but what is said about it comes back."""
+    if not isinstance(value.get("strict"), bool | None):
+        raise refuse("strict", "must be true or false")
 
 
 class Text(Body):
@@ -160,7 +170,10 @@ class ResponsesRequest(SamplingRequest):
     prompt_cache_key: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: bool = True
+    kv_transfer_params: dict[str, Any] | None = None
     unsupported = {
+        "add_generation_prompt": (None, True),
+        "add_special_tokens": (None, False),
         "background": NOTHING,
         "thinking": NOTHING,
         "context_management": NOTHING,
@@ -228,6 +241,7 @@ class ResponsesRequest(SamplingRequest):
                     "reasoning_effort": self.reasoning.effort,
                     "chat_template_kwargs": self.chat_template_kwargs,
                     "include_reasoning": self.include_reasoning,
+                    "kv_transfer_params": self.kv_transfer_params,
                 }
             )
         except ValidationError as error:

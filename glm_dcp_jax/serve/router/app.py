@@ -25,6 +25,10 @@ from glm_dcp_jax.serve.router.legs import explain
 from glm_dcp_jax.serve.router.settings import MOST_BODY_BYTES, RouterSettings
 
 _MODELS_SECONDS = 10.0
+_ELSEWHERE = (
+    "the router takes POST to /v1/completions, /v1/chat/completions and /v1/responses, and GET of /v1/models, /health, "
+    "/healthcheck and /metrics; other paths are at the servers behind it"
+)
 router = APIRouter()
 
 
@@ -44,9 +48,11 @@ def create_app(settings: RouterSettings) -> FastAPI:
         await asyncio.gather(*watches, return_exceptions=True)
         await context.releases.finish()
 
-    app = FastAPI(title="glm_dcp_jax router", version=__version__, lifespan=lifespan)
+    app = FastAPI(
+        title="glm_dcp_jax router", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
+    )  # its pages would need scripts from elsewhere
     app.state.context = context
-    errors.install(app)
+    errors.install(app, elsewhere=_ELSEWHERE)
     app.include_router(router)
     app.add_middleware(LimitBody, limit=MOST_BODY_BYTES)
     return app
@@ -54,6 +60,7 @@ def create_app(settings: RouterSettings) -> FastAPI:
 
 @router.post("/v1/completions")
 @router.post("/v1/chat/completions")
+@router.post("/v1/responses")
 async def generate(request: Request) -> Response:
     """Prefill on one server, decode on another."""
     context = context_of(request)

@@ -8,10 +8,12 @@ from glm_dcp_jax.serve.errors import ApiError
 from glm_dcp_jax.serve.strict_json import parse_strictly
 
 PARAMS = "kv_transfer_params"
+RESPONSES = "/v1/responses"
 SKIPS = ("short", "several_prompts", "prompt_logprobs")
 """Why a request is left to a decode server alone."""
 CHARS_PER_TOKEN_ID = 4
 """How long a prompt counts that is given as token ids."""
+_TEXTS = ("prompt", "messages", "input", "instructions", "tools")
 _ASK_FOR_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 _NOT_FOR_PREFILL = (
     "best_of",
@@ -34,12 +36,16 @@ class Body:
     raw: bytes
     fields: dict[str, Any]
 
-    def for_prefill(self) -> bytes:
-        """The same prompt and sampling, but one token, not streamed, whose cache is to be kept for a decode server."""
+    def for_prefill(self, path: str) -> bytes:
+        """The same prompt and sampling, but one token, not streamed, whose cache is to be kept for a decode server.
+
+        path: of the API that it goes to.
+        """
         fields = {name: value for name, value in self.fields.items() if name not in _NOT_FOR_PREFILL}
         if fields.get("max_completion_tokens") is not None:
             fields["max_completion_tokens"] = 1
-        fields |= {"stream": False, "max_tokens": 1, "n": 1, PARAMS: _ASK_FOR_PREFILL}
+        limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
+        fields |= {"stream": False, limit: 1, "n": 1, PARAMS: _ASK_FOR_PREFILL}
         return json.dumps(fields, separators=(",", ":")).encode()
 
     def for_decode(self, params: dict[str, Any] | None) -> bytes:
@@ -65,9 +71,9 @@ class Body:
 
     @property
     def prompt_chars(self) -> int:
-        """Characters of all texts in the prompt, or in the messages and tools."""
+        """Characters of all texts in the prompt, or in the messages, the items of a response's input, and the tools."""
         total = 0
-        waiting = [self.fields.get(name) for name in ("prompt", "messages", "tools")]
+        waiting = [self.fields.get(name) for name in _TEXTS]
         while waiting:
             value = waiting.pop()
             if isinstance(value, str):

@@ -48,7 +48,7 @@ class Journey:
         if skip := self._body.skip_reason(settings.min_prefill_chars):
             metrics.skipped(skip)
             return
-        content, failure = self._body.for_prefill(), "unhealthy"
+        content, failure = self._body.for_prefill(self._path), "unhealthy"
         deadline = asyncio.get_running_loop().time() + settings.prefill_timeout
         tried: list[Backend] = []
         while failure not in ("timeout", "no_params"):

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+import httpx
+
 from glm_dcp_jax.config import ConfigError
 from glm_dcp_jax.serve.draining import check_patience
 from glm_dcp_jax.serve.settings import LOG_LEVELS
@@ -20,7 +22,8 @@ def server_url(text: str, flag: str) -> str:
     try:
         parts = urlsplit(text)
         port = parts.port
-    except ValueError as error:
+        httpx.URL(text).host.encode("idna")  # refuses names that nothing could look up
+    except (ValueError, httpx.InvalidURL) as error:
         raise ConfigError(f"{flag} {text!r} is not a URL ({error}); {example}") from None
     if parts.scheme not in ("http", "https"):
         raise ConfigError(f"{flag} {text!r} must begin with http:// or https://; {example}")

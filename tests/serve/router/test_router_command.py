@@ -53,6 +53,8 @@ def test_defaults():
         (["--decode", "http://a b:1", *BOTH], "does not name a host and a port that can be reached"),
         (["--decode", "http://a:port", *BOTH], "is not a URL"),
         (["--decode", "http://a:70000", *BOTH], "is not a URL"),
+        (["--decode", "http://a..b:1", *BOTH], "is not a URL"),
+        (["--decode", "http://xn--a:1", *BOTH], "is not a URL"),
         (["--decode", "http://me:secret@a:1", *BOTH], "--decode must not hold a user or password"),
         (["--decode", "http://a:1/?x=1", *BOTH], "must end before its ? or #"),
         (["--prefill", "http://a:1/", *BOTH], "--prefill names http://a:1 twice"),

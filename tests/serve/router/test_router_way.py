@@ -48,6 +48,21 @@ def test_fields_that_contradict_one_unread_token_stay_out_of_the_prefill(router,
     assert fleet.decode[0].only.path == "/v1/chat/completions"
 
 
+def test_a_response_has_its_own_name_for_the_limit(router, fleet):
+    asked = {"input": "Hi", "max_output_tokens": 9, "stream": True, "min_tokens": 2, "top_logprobs": 1}
+    router.client.post("/v1/responses", json=asked)
+    prefill, decode = fleet.prefill[0].only, fleet.decode[0].only
+    assert prefill.path == decode.path == "/v1/responses"
+    assert prefill.body == {
+        "input": "Hi",
+        "stream": False,
+        "max_output_tokens": 1,
+        "n": 1,
+        "kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False},
+    }
+    assert decode.body == {**asked, "kv_transfer_params": PARAMS}
+
+
 @pytest.mark.parametrize(
     "raw", [b' {"prompt":"\xc3\xa9\\ud800", "seed": 1e2, "x": 9007199254740993} \n', b"{}"]
 )
@@ -135,6 +150,8 @@ def test_what_prefill_could_not_help_goes_to_decode_as_it_came(router_of, fleet,
 @pytest.mark.parametrize(
     "body",
     [
+        {"input": "x" * 100},
+        {"input": [{"role": "user", "content": "x" * 60}], "instructions": "x" * 60},
         {"prompt": "x" * 100},
         {"prompt": ["x" * 100]},
         {"prompt": [5] * 25},
@@ -183,7 +200,8 @@ def test_a_body_that_is_too_large_is_refused(router, fleet):
 
 
 def test_a_path_that_is_not_there_is_refused(router):
-    assert router.client.post("/v1/embeddings", json={}).json()["error"]["code"] == 404
+    error = router.client.post("/v1/embeddings", json={}).json()["error"]
+    assert error["code"] == 404 and "/v1/responses, and GET of /v1/models" in error["message"]
 
 
 def test_requests_at_once_do_not_mix(router, fleet):
