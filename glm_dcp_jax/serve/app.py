@@ -72,7 +72,7 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     for part in parts:
         app.include_router(part.router)
     app.add_middleware(CountLoad, load=context.load)
-    app.add_middleware(LimitBody, limit=most_bytes(engine.max_model_len))
+    app.add_middleware(LimitBody, limit=most_bytes(engine.max_model_len), stopping=drain.stopping)
     if settings.api_keys:
         app.add_middleware(RequireKey, keys=settings.api_keys)
     if settings.allowed_origins:

@@ -56,6 +56,11 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not self.served_model_names or not all(self.served_model_names):
             raise ConfigError("served_model_name must hold at least one name, and no empty one")
+        for name in self.served_model_names:
+            if not name.isprintable() or name != name.strip():
+                raise ConfigError(
+                    f"served_model_name must be Unicode text of one line, with no space at its ends, but holds {name!r}"
+                )
         if not self.host.strip():
             raise ConfigError("host is empty; name an address of this machine, or 0.0.0.0 for all of them")
         if not 0 <= self.port <= 65535:

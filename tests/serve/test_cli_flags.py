@@ -118,6 +118,7 @@ def test_with_a_gpu_the_demo_takes_one():
         ("m --chat-template {%if%}", "--chat-template: the chat template does not parse, line 1"),
         ("m --model other", "two models are named, m and other"),
         ("m second", "unrecognized arguments: second"),
+        ("m --served-model-name \udcff", "served_model_name must be Unicode text of one line"),
     ],
 )
 def test_a_wrong_command_line_is_one_line_and_exit_code_2(argv, says, capsys):
@@ -190,7 +191,7 @@ def test_lengths_are_written_as_in_vllm(text, tokens):
     assert parse("m", "--max-model-len", text).config.scheduler.max_model_len == tokens
 
 
-@pytest.mark.parametrize("text", ["4.5K", "k", "4kk", "-4", "1e3", ""])
+@pytest.mark.parametrize("text", ["4.5K", "k", "4kk", "-4", "1e3", "", "٤", "9" * 5000, "9" * 400 + "k"])
 def test_other_lengths_are_refused(text):
     with pytest.raises(ConfigError, match="must be a number such as 4096, 4K"):
         parse("m", f"--max-model-len={text}")
@@ -317,9 +318,17 @@ def test_a_profilers_directory_is_made_or_refused_before_anything_is_loaded(tmp_
     assert list((tmp_path / "new" / "in").iterdir()) == []
 
 
-def test_a_host_that_is_not_ours_is_said():
-    with pytest.raises(ConfigError, match="cannot listen on no.such.host.invalid"):
-        run.bind("no.such.host.invalid", 0)
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [
+        ("no.such.host.invalid", "no.such.host.invalid: "),
+        ("a" * 80 + ".example", "'a{80}.example': that is no host's name"),
+        ("\udcff", r"'\\udcff': that is no host's name"),
+    ],
+)
+def test_a_host_that_is_not_ours_is_said(host, said):
+    with pytest.raises(ConfigError, match=f"cannot listen on {said}"):
+        run.bind(host, 0)
 
 
 @pytest.mark.parametrize("error", [ConfigError("no config.json in m"), FileNotFoundError("m")])
