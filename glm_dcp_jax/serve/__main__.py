@@ -25,8 +25,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         return _fail(error, 2)
     logs.configure(command.settings.log_level, command.settings.log_format)
-    if command.settings.log_format == "json":
-        os.environ.setdefault("TQDM_DISABLE", "1")  # bars are no lines of JSON
     try:
         if command.config.processes.process_id > 0:
             return _follow(command)

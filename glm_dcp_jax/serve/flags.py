@@ -89,6 +89,11 @@ def parse(argv: Sequence[str], has_gpu: bool) -> Command:
     )
     if given["skip_tokenizer_init"]:
         settings.require_no_parser("--skip-tokenizer-init loads none")
+        for name, value in (("tokenizer", given["tokenizer"]), ("chat_template", settings.chat_template)):
+            if value is not None:
+                raise ConfigError(
+                    f"{option_of(name)} says nothing with --skip-tokenizer-init; leave one of them out"
+                )
     del given["enable_auto_tool_choice"]
     if model is None and not has_gpu:
         _spread_demo(given)

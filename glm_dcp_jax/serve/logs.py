@@ -6,6 +6,7 @@ import sys
 import threading
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from functools import partialmethod
 from types import TracebackType
 from typing import TextIO
 
@@ -33,6 +34,7 @@ def configure(level: str, form: str = "text") -> None:
     for name in _OURS:
         logging.getLogger(name).setLevel(level.upper())
     if form == "json":
+        hide_bars()
         logging.captureWarnings(True)
         threading.excepthook = _say_what_ended_a_thread
         sys.excepthook = _say_what_ended_the_process
@@ -40,6 +42,11 @@ def configure(level: str, form: str = "text") -> None:
     if level != "debug":
         logging.getLogger("uvicorn.error").addFilter(_is_no_false_start)
         logging.getLogger("uvicorn.access").addFilter(_is_no_poll)
+
+
+def hide_bars() -> None:
+    """No bars of progress from now on, in the whole process. TQDM_DISABLE says so only before tqdm is imported."""
+    tqdm.__init__ = partialmethod(tqdm.__init__, disable=True)
 
 
 def is_json() -> bool:

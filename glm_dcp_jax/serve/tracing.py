@@ -61,17 +61,20 @@ class Profiler:
     async def stop(self) -> Path:
         """End. Returns the trace's folder, for a viewer.
 
-        Raises ApiError 404 as `start`, 400 without a trace, and 500 for one that cannot be written.
+        Raises ApiError 404 as `start`, 400 without a trace, and 500 for one that cannot be written, which goes on.
         """
         directory = self._configured()
         async with self._changing:
             if self._before is None:
                 raise ApiError("no trace is being taken; begin one with POST /start_profile", 400)
-            before, self._before = self._before, None
             try:
-                trace = await asyncio.to_thread(_stop, directory, before)
-            except (OSError, RuntimeError) as error:
-                raise ApiError(f"the trace is lost, {directory} cannot be written: {error}", 500) from error
+                trace = await asyncio.to_thread(_stop, directory, self._before)
+            except (OSError, RuntimeError) as error:  # jax goes on taking it
+                said = (
+                    f"--profiler-dir {directory} cannot be written: {error}; mend it and stop the trace again"
+                )
+                raise ApiError(said, 500) from error
+            self._before = None
         _LOG.info("the trace is in %s", trace)
         return trace
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import httpx
 import pytest
 from fake_engine import FakeEngine
+from tqdm import tqdm
 from written import HELLO, engine_that_says
 
 from glm_dcp_jax.serve.app import create_app
@@ -21,9 +22,9 @@ def logging_as_before() -> Iterator[None]:
     """The command line sets levels, handlers and filters of the whole process, where other tests look for warnings."""
     loggers = [logging.getLogger(name) for name in (None, "glm_dcp_jax", "uvicorn", "uvicorn.access")]
     before = [(logger.level, logger.handlers[:], logger.filters[:]) for logger in loggers]
-    hooks = threading.excepthook, sys.excepthook
+    hooks, bar = (threading.excepthook, sys.excepthook), tqdm.__init__
     yield
-    threading.excepthook, sys.excepthook = hooks
+    (threading.excepthook, sys.excepthook), tqdm.__init__ = hooks, bar
     logging.captureWarnings(False)
     for logger, (level, handlers, filters) in zip(loggers, before, strict=True):
         logger.setLevel(level)

@@ -13,7 +13,7 @@ from glm_dcp_jax import environment
 from glm_dcp_jax.config import FLAGS, REFUSED, ConfigError, SpeculativeConfig
 from glm_dcp_jax.config.refused import SO_ANYWAY
 from glm_dcp_jax.serve import __main__ as entry
-from glm_dcp_jax.serve import flags, run, tracing
+from glm_dcp_jax.serve import flags, tracing
 
 ROOT = Path(__file__).parents[2]
 
@@ -118,6 +118,7 @@ def test_with_a_gpu_the_demo_takes_one():
         ("m --chat-template {%if%}", "--chat-template: the chat template does not parse, line 1"),
         ("m --model other", "two models are named, m and other"),
         ("m second", "unrecognized arguments: second"),
+        ("m --skip-tokenizer-init --tokenizer t", "--tokenizer says nothing with --skip-tokenizer-init"),
         ("m --served-model-name \udcff", "served_model_name must be Unicode text of one line"),
     ],
 )
@@ -316,19 +317,6 @@ def test_a_profilers_directory_is_made_or_refused_before_anything_is_loaded(tmp_
     assert said == f"error: --profiler-dir {tmp_path}/file/in cannot be written: Not a directory\n"
     tracing.check_directory(str(tmp_path / "new" / "in"))
     assert list((tmp_path / "new" / "in").iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("host", "said"),
-    [
-        ("no.such.host.invalid", "no.such.host.invalid: "),
-        ("a" * 80 + ".example", "'a{80}.example': that is no host's name"),
-        ("\udcff", r"'\\udcff': that is no host's name"),
-    ],
-)
-def test_a_host_that_is_not_ours_is_said(host, said):
-    with pytest.raises(ConfigError, match=f"cannot listen on {said}"):
-        run.bind(host, 0)
 
 
 @pytest.mark.parametrize("error", [ConfigError("no config.json in m"), FileNotFoundError("m")])

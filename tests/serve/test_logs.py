@@ -71,7 +71,7 @@ async def test_as_json_each_event_is_one_object_with_its_request(engine, client_
     for failure in said[1:]:
         assert failure["level"] == "error" and failure["request_id"] == "mine-1"
         assert "secret detail" in failure["exception"]
-    assert len(said) == (2 if stream else 1)
+    assert len(said) == 2
 
 
 def test_whatever_is_logged_is_one_line_of_json(capsys):
@@ -96,6 +96,14 @@ def test_warnings_and_what_ends_a_thread_are_lines_of_json_too(capsys):
     assert "two\nlines" in warning["message"]
     assert failure["message"] == "worker has failed" and "ZeroDivisionError" in failure["exception"]
     assert last["level"] == "error" and "ValueError: a\nb" in last["exception"]
+
+
+def test_beside_json_there_are_no_bars_of_progress(capsys):
+    assert list(tqdm([1, 2], desc="before")) == [1, 2]
+    logs.configure("info", "json")
+    assert list(tqdm([1, 2], desc="after")) == [1, 2]
+    said = capsys.readouterr().err
+    assert "before" in said and "after" not in said
 
 
 @pytest.mark.parametrize("thing", [float("nan"), {(1, 2): 3}, {"a": float("inf")}], ids=str)

@@ -11,6 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from glm_dcp_jax.config import ConfigError
+from glm_dcp_jax.serve import run
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import sys
@@ -122,3 +125,16 @@ def test_streams_that_are_closed_leave_their_numbers_to_nobody():
     os.close(there)
     assert os.read(here, 10) == b"True"
     os.close(here)
+
+
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [
+        ("no.such.host.invalid", "no.such.host.invalid: "),
+        ("a" * 80 + ".example", "'a{80}.example': that is no host's name"),
+        ("\udcff", r"'\\udcff': that is no host's name"),
+    ],
+)
+def test_a_host_that_is_not_ours_is_said(host, said):
+    with pytest.raises(ConfigError, match=f"cannot listen on {said}"):
+        run.bind(host, 0)
