@@ -109,7 +109,7 @@ def _read(path: Path) -> dict[Any, Any]:
         with path.open("rb") as file:
             text = file.read(_MOST_BYTES + 1)
         if len(text) > _MOST_BYTES:
-            raise ConfigError(f"{OPTION} {path} has more than {_MOST_BYTES} bytes, as no file of flags has")
+            raise OSError(f"it has more than {_MOST_BYTES} bytes, as no file of flags has")
         content = yaml.load(text.decode(), _Loader)
     except FileNotFoundError:
         raise ConfigError(f"{OPTION} {path} does not exist") from None

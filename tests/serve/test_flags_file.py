@@ -1,5 +1,6 @@
 """--config FILE: flags from YAML, over which the command line wins; what is wrong is named with its file and key."""
 
+import os
 import re
 from pathlib import Path
 
@@ -156,7 +157,7 @@ def test_json_is_yaml(file):
         ("pp: 2", ": pp: -pp is not supported"),
         ("no-enable-lora: false", ": no-enable-lora: --no-enable-lora is not supported"),
         (f"max-model-len: {'9' * 400}k", ": max-model-len: must be a number such as 4096"),
-        ("#" * 2**20 + "#", "has more than 1048576 bytes"),
+        ("#" * 2**20 + "#", "cannot be read: it has more than 1048576 bytes"),
         ("a: !!python/object/apply:os.getcwd []", "is not valid YAML"),
         ("[" * 10_000, "is nested too deeply"),
         (b"a: \xff", "cannot be read"),
@@ -290,6 +291,12 @@ def test_what_a_pair_decides_is_no_part_of_a_file(file, text):
         ConfigError, match=f"{text.partition(':')[0]}: is the pair's own; give it on the command"
     ):
         pair.parse(["m", "--config", file(text)], has_gpu=True)
+
+
+def test_a_pair_wants_a_file_that_can_be_read_again(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(ConfigError, match="fifo is no regular file"):
+        pair.parse(["m", "--config", str(tmp_path / "fifo")], has_gpu=True)
 
 
 def test_a_pair_says_as_much_as_the_file_wants(file):

@@ -124,6 +124,8 @@ def _check_file(common: Sequence[str]) -> None:
     file, _ = flags_file.split_off(common)
     if file is None:
         return
+    if file.exists() and not file.is_file():
+        raise ConfigError(f"{file} is no regular file, which each server can read again; name one")
     for word in server_flags.words_of_file(file, (), [server_flags.make_parser()]):
         name = word.partition("=")[0]
         if name in ("--host", "--port", _KV):
