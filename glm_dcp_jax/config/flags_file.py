@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,12 +12,13 @@ import yaml
 
 from glm_dcp_jax.config.errors import ConfigError
 from glm_dcp_jax.config.flags import JSON_FLAGS, SIZE_LISTS, explain_unknown, option_of
-from glm_dcp_jax.config.json_file import parse_json
+from glm_dcp_jax.config.json_file import parse_json, parse_unique_json
 from glm_dcp_jax.config.refused import is_so_anyway
 
 OPTION = "--config"
 HELP = "YAML file of flags; those of the command line win (docs/operations.md)"
 _SCALARS = (str, int, float)
+_MOST_BYTES = 2**20
 _SHOWN = 100
 _KINDS: dict[Any, str] = {int: "a whole number", float: "a number"}
 
@@ -78,7 +80,8 @@ def words_of(
         name = str(key).lstrip("-").replace("-", "_")
         action = actions.get(option_of(name)) or actions.get("-" + name)
         if action is None:
-            if so_anyway(name, value):
+            off = isinstance(value, bool) and name.startswith("no_")
+            if so_anyway(name, value) or (off and so_anyway(name.removeprefix("no_"), not value)):
                 return
             raise ConfigError(explain(name, known))
         if action.dest == "config" or action.default is argparse.SUPPRESS:
@@ -86,6 +89,8 @@ def words_of(
         if id(action) in seen:
             raise ConfigError(f"{seen[id(action)]} has set that already; keep one of them")
         seen[id(action)] = str(key)
+        if isinstance(action, argparse.BooleanOptionalAction) and isinstance(value, bool):
+            value ^= option_of(name).startswith("--no-")
         said = list(_words(action, value))  # wrong values are wrong though others win
         words.extend([] if id(action) in taken else said)
 
@@ -101,7 +106,11 @@ def words_of(
 
 def _read(path: Path) -> dict[Any, Any]:
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        with path.open("rb") as file:
+            text = file.read(_MOST_BYTES + 1)
+        if len(text) > _MOST_BYTES:
+            raise OSError(f"it has more than {_MOST_BYTES} bytes, as no file of flags has")
+        content = yaml.load(text.decode(), _Loader)
     except FileNotFoundError:
         raise ConfigError(f"{OPTION} {path} does not exist") from None
     except RecursionError:
@@ -120,7 +129,20 @@ def _read(path: Path) -> dict[Any, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain data only; no key twice, as one of them would be ignored; no aliases, as values could hold themselves."""
+    """What JSON has; no key twice, as one of them would be ignored; no aliases, as values could hold themselves.
+
+    A flag's value is the text that is there: 010, 1:30 and 1.10 mean what they mean on the command line. Within objects
+    numbers are JSON's.
+    """
+
+    def get_single_node(self) -> yaml.Node | None:
+        """The content, in which numbers and dates that are flags' values, or in a list of them, are text."""
+        root = super().get_single_node()
+        for _, value in root.value if isinstance(root, yaml.MappingNode) else ():
+            for node in value.value if isinstance(value, yaml.SequenceNode) else (value,):
+                if isinstance(node, yaml.ScalarNode) and node.tag in (_INT, _FLOAT):
+                    node.tag = _TEXT
+        return root
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """The next value."""
@@ -135,6 +157,10 @@ class _Loader(yaml.SafeLoader):
         """A mapping's content."""
         seen = set()
         for key_node, _ in node.value:
+            if key_node.tag == _TAG + "merge":
+                raise yaml.constructor.ConstructorError(
+                    None, None, "<<: write the keys out, others are not merged in", key_node.start_mark
+                )
             key = (key_node.tag, key_node.value if isinstance(key_node.value, str) else id(key_node))
             if key in seen:
                 raise yaml.constructor.ConstructorError(
@@ -142,6 +168,36 @@ class _Loader(yaml.SafeLoader):
                 )
             seen.add(key)
         return super().construct_mapping(node, deep)
+
+
+_TAG = "tag:yaml.org,2002:"
+_TEXT, _INT, _FLOAT = _TAG + "str", _TAG + "int", _TAG + "float"
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+
+
+def _number(loader: _Loader, node: yaml.ScalarNode) -> int | float:
+    """JSON's numbers. YAML's others are read in more than one way: 010 is 8 or 10, 1:30 is 90 or text."""
+    if not _NUMBER.fullmatch(node.value):
+        raise yaml.constructor.ConstructorError(
+            None,
+            None,
+            f"{node.value!r} is no number as JSON has them; write it so, or in quotes",
+            node.start_mark,
+        )
+    number = json.loads(node.value)
+    assert isinstance(number, (int, float))
+    return number
+
+
+_Loader.yaml_constructors = {
+    tag: made
+    for tag, made in yaml.SafeLoader.yaml_constructors.items()
+    if tag is None or tag.removeprefix(_TAG) in ("null", "bool", "str", "seq", "map")
+}
+_Loader.add_constructor(_TAG + "timestamp", yaml.SafeLoader.construct_yaml_str)
+for _kind in (_INT, _FLOAT):
+    _Loader.add_constructor(_kind, _number)
+_Loader.add_implicit_resolver(_FLOAT, re.compile(_NUMBER.pattern + r"\Z"), list("-0123456789"))
 
 
 def _option_in(word: str) -> str:
@@ -184,8 +240,14 @@ def _text(action: argparse.Action, value: Any) -> str:
     if value is None:
         raise ConfigError("has no value; give one, or leave the key out")
     if isinstance(value, bool) or not isinstance(value, _SCALARS):
-        raise ConfigError(f"takes one value, but got {_shown(value)}")
+        quotes = "; in quotes it is text" if isinstance(value, bool) else ""
+        raise ConfigError(f"takes one value, but got {_shown(value)}{quotes}")
     text = str(value)
+    if action.dest in JSON_FLAGS:
+        try:
+            parse_unique_json(text)
+        except ValueError as error:
+            raise ConfigError(f"is not valid JSON: {error}") from None
     try:
         converted = action.type(text) if callable(action.type) else text
     except argparse.ArgumentTypeError as error:

@@ -56,5 +56,8 @@ SO_ANYWAY: Mapping[str, Sequence[Value]] = {
 
 
 def is_so_anyway(name: str, value: object, table: Mapping[str, Sequence[Value]] = SO_ANYWAY) -> bool:
-    """Whether a flag's value asks for what is so anyway."""
-    return any(type(value) is type(so) and value == so for so in table.get(name, ()))
+    """Whether a flag's value asks for what is so anyway. Numbers may be text."""
+    return any(
+        (type(value) is type(so) and value == so) or (type(so) is int and value == str(so))
+        for so in table.get(name, ())
+    )

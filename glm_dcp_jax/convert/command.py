@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     try:
         file, words = flags_file.split_off(sys.argv[1:] if argv is None else argv)
-        flags = parser.parse_args([*(flags_file.words_of(file, words, [parser]) if file else []), *words])
+        flags = parser.parse_args([*words, *(flags_file.words_of(file, words, [parser]) if file else [])])
     except ConfigError as error:
         return _fail(str(error), 2)
     _configure_logs()

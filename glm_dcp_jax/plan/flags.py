@@ -46,7 +46,7 @@ def parse(argv: Sequence[str]) -> Options:
     parser = _parser()
     file, words = flags_file.split_off(words)
     if file is not None:
-        words = [*server_flags.words_of_file(file, words, [parser, server_flags.make_parser()]), *words]
+        words = [*words, *server_flags.words_of_file(file, words, [parser, server_flags.make_parser()])]
     given, engine = parser.parse_known_args(words)
     tp = _given_tp(engine)
     gpus = target(given.gpus, count=tp or 1)

@@ -101,8 +101,26 @@ def _reported() -> Iterator[None]:
 
 def _fail(error: Exception, code: int) -> int:
     said = flags.explain(error) if isinstance(error, ConfigError) else error
-    print(f"error: {said}", file=sys.stderr)
+    if logs.is_json():
+        _LOG.error("%s", said)
+    else:
+        print(f"error: {said}", file=sys.stderr)
     return code
+
+
+def _open_closed_streams() -> None:
+    """Standard streams that were closed become /dev/null: what is opened later would take their numbers otherwise.
+
+    XLA's messages would then be written to a client, or to the weights.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    for number, name in enumerate(("stdout", "stderr"), 1):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w", closefd=False))
 
 
 def _exit(code: int) -> None:
@@ -116,4 +134,5 @@ def _exit(code: int) -> None:
 
 
 if __name__ == "__main__":
+    _open_closed_streams()
     _exit(main())

@@ -24,6 +24,7 @@ from glm_dcp_jax.serve.auth import RequireKey
 from glm_dcp_jax.serve.body_limit import LimitBody, most_bytes
 from glm_dcp_jax.serve.context import Context
 from glm_dcp_jax.serve.draining import Drain
+from glm_dcp_jax.serve.failures import AnswerFailures
 from glm_dcp_jax.serve.interface import Engine
 from glm_dcp_jax.serve.load import CountLoad
 from glm_dcp_jax.serve.metrics import Metrics
@@ -71,8 +72,9 @@ def create_app(engine: Engine, settings: ServerSettings) -> FastAPI:
     parts = (completions, chat, responses, tokens, prefix_cache, kv_transfer, profiling, status, status_page)
     for part in parts:
         app.include_router(part.router)
+    app.add_middleware(AnswerFailures)
     app.add_middleware(CountLoad, load=context.load)
-    app.add_middleware(LimitBody, limit=most_bytes(engine.max_model_len))
+    app.add_middleware(LimitBody, limit=most_bytes(engine.max_model_len), stopping=drain.stopping)
     if settings.api_keys:
         app.add_middleware(RequireKey, keys=settings.api_keys)
     if settings.allowed_origins:

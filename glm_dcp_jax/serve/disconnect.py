@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive
 
-from glm_dcp_jax.serve.errors import ApiError, ClientGone
+from glm_dcp_jax.serve.errors import SHUTTING_DOWN, ApiError, ClientGone
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ async def while_connected(receive: Receive, stopping: asyncio.Event, work: Corou
         await asyncio.wait((task, gone, stop), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise ClientGone if gone.done() else ApiError("the server is shutting down", 503)
+        raise ClientGone if gone.done() else ApiError(SHUTTING_DOWN, 503)
     finally:
         for each in (task, gone, stop):
             each.cancel()

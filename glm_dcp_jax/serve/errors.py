@@ -20,6 +20,7 @@ _TYPES = {
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
+SHUTTING_DOWN = "the server is shutting down"
 _CLIENT_GONE = 499
 _SHOWN_PROBLEMS = 3
 

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import re
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +74,7 @@ def parse(argv: Sequence[str], has_gpu: bool) -> Command:
         from_file = words_of_file(file, words, [parser])
         if parser.parse_known_args(arguments)[0].MODEL is not None:
             from_file = [word for word in from_file if not word.startswith("--model=")]
-        arguments = [*from_file, *arguments]
+        arguments = [*arguments, *from_file]  # before MODEL, several values would take it for one of theirs
     given = vars(parser.parse_args(arguments))
     del given["config"]
     model = _model(given.pop("MODEL"), given.pop("model"))
@@ -88,6 +89,11 @@ def parse(argv: Sequence[str], has_gpu: bool) -> Command:
     )
     if given["skip_tokenizer_init"]:
         settings.require_no_parser("--skip-tokenizer-init loads none")
+        for name, value in (("tokenizer", given["tokenizer"]), ("chat_template", settings.chat_template)):
+            if value is not None:
+                raise ConfigError(
+                    f"{option_of(name)} says nothing with --skip-tokenizer-init; leave one of them out"
+                )
     del given["enable_auto_tool_choice"]
     if model is None and not has_gpu:
         _spread_demo(given)
@@ -100,8 +106,8 @@ def words_of_file(file: Path, typed: Sequence[str], parsers: Sequence[argparse.A
         file,
         typed,
         parsers,
-        lambda name, known: foreign_flags.explain(option_of(name), known),
-        foreign_flags.is_so,
+        lambda name, known: foreign_flags.explain(foreign_flags.spelled(name), known),
+        lambda name, value: foreign_flags.is_so(foreign_flags.full_name(name), value),
     )
 
 
@@ -164,10 +170,10 @@ def _length(text: str) -> int | None:
     """A number, also as 4k (4000), 4K (4096) or 25.6k; vLLM's `auto` and -1 are our unset."""
     if text in ("auto", "-1"):
         return None
-    found = re.fullmatch(r"(\d+)([KMG]?)|(\d+(?:\.\d+)?)([kmg])", text)
+    found = re.fullmatch(r"([0-9]{1,18})([KMG]?)|([0-9]{1,18}(?:\.[0-9]{1,18})?)([kmg])", text)
     if not found:
         raise argparse.ArgumentTypeError(
-            f"must be a number such as 4096, 4K (4096), 4k (4000) or 25.6k, or auto, but is {text!r}"
+            f"must be a number such as 4096, 4K (4096), 4k (4000) or 25.6k, or auto, but is {reprlib.repr(text)}"
         )
     number, multiple = found[1] or found[3], found[2] or found[4] or ""
     return round(float(number) * _MULTIPLES[multiple]) if found[3] else int(number) * _MULTIPLES[multiple]

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 
 from glm_dcp_jax.config import REFUSED, ConfigError
-from glm_dcp_jax.config.flags import explain_unknown, option_of
+from glm_dcp_jax.config.flags import JSON_FLAGS, explain_unknown, option_of
 from glm_dcp_jax.config.refused import SO_ANYWAY, Value, is_so_anyway
 
 REFUSED_HERE = {
@@ -51,6 +51,16 @@ _VLLM_SHORT = {
     "-dp": "data_parallel_size",
     "-pcp": "prefill_context_parallel_size",
 }
+
+
+def full_name(name: str) -> str:
+    """pipeline_parallel_size for pp, which vLLM writes -pp; other names as they are."""
+    return _VLLM_SHORT.get("-" + name, name)
+
+
+def spelled(name: str) -> str:
+    """A flag on the command line, by its name or vLLM's short one."""
+    return "-" + name if "-" + name in _VLLM_SHORT else option_of(name)
 
 
 def is_so(name: str, value: object) -> bool:
@@ -114,6 +124,8 @@ def explain(option: str, known: set[str]) -> str:
         if candidate in REFUSED:
             return f"{option} is not supported: {REFUSED[candidate]}"
     flag, _, key = option.partition(".")
+    if key and name in JSON_FLAGS:
+        return f"{flag} takes an object here, with {key!r} among its keys"
     if key and name in known:
         return f"{flag} takes one value; it has no key {key!r}"
     if name in _SGLANG:

@@ -3,8 +3,10 @@
 import json
 import logging
 import sys
+import threading
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from types import TracebackType
 from typing import TextIO
 
 from tqdm import tqdm
@@ -16,6 +18,7 @@ REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
 _FORMAT = "%(levelname)s %(asctime)s [%(filename)s:%(lineno)d] %(about)s%(message)s"
 _OURS = ("glm_dcp_jax", "uvicorn")
 _POLLED = ("/health", "/ping", "/metrics", "/load", "/status.json")
+_MOST_OF_PATH = 200
 _OF_EVERY_RECORD = {*vars(logging.makeLogRecord({})), "message", "asctime", "about", "color_message"}
 
 
@@ -35,9 +38,19 @@ def configure(level: str, form: str = "text") -> None:
             handler.setFormatter(_Json())
     for name in _OURS:
         logging.getLogger(name).setLevel(level.upper())
+    if form == "json":
+        logging.captureWarnings(True)
+        threading.excepthook = _say_what_ended_a_thread
+        sys.excepthook = _say_what_ended_the_process
+    logging.getLogger("uvicorn.access").addFilter(_shorten_path)
     if level != "debug":
         logging.getLogger("uvicorn.error").addFilter(_is_no_false_start)
         logging.getLogger("uvicorn.access").addFilter(_is_no_poll)
+
+
+def is_json() -> bool:
+    """Whether lines are JSON."""
+    return any(isinstance(handler.formatter, _Json) for handler in logging.getLogger().handlers)
 
 
 class _BesideBars(logging.StreamHandler[TextIO]):
@@ -71,12 +84,38 @@ class _Json(logging.Formatter):
             fields["exception"] = self.formatException(record.exc_info)
         if record.stack_info:
             fields["stack"] = self.formatStack(record.stack_info)
-        return json.dumps(fields, default=str)
+        try:
+            return json.dumps(fields, default=str, allow_nan=False)
+        except (TypeError, ValueError):  # keys that are no text, numbers that JSON has not
+            return json.dumps({name: str(value) for name, value in fields.items()})
 
 
 def _say_which_request(record: logging.LogRecord) -> bool:
     request_id = REQUEST_ID.get()
     record.about = "" if request_id is None else f"[request {request_id}] "
+    return True
+
+
+def _say_what_ended_a_thread(failure: threading.ExceptHookArgs) -> None:
+    """An event like any other, where Python would print a traceback."""
+    if failure.exc_type is not SystemExit and failure.exc_value is not None:
+        name = "a thread" if failure.thread is None else failure.thread.name
+        logging.getLogger("glm_dcp_jax").error("%s has failed", name, exc_info=failure.exc_value)
+
+
+def _say_what_ended_the_process(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    logging.getLogger("glm_dcp_jax").error("the process has failed", exc_info=(kind, error, traceback))
+
+
+def _shorten_path(record: logging.LogRecord) -> bool:
+    """Without the query, which no endpoint takes and where keys may be by mistake."""
+    if isinstance(record.args, tuple) and len(record.args) > 2:
+        client, method, path, *rest = record.args
+        path = str(path).partition("?")[0]
+        shown = path if len(path) <= _MOST_OF_PATH else path[:_MOST_OF_PATH] + "..."
+        record.args = (client, method, shown, *rest)
     return True
 
 

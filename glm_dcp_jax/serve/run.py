@@ -24,6 +24,10 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
+    except UnicodeError:
+        raise ConfigError(
+            f"cannot listen on {host!r}: that is no host's name; choose another --host"
+        ) from None
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}: {error.strerror}; choose another --host") from None
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

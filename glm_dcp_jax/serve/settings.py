@@ -16,6 +16,8 @@ LOG_FORMATS = ("text", "json")
 _ANY = ("*",)
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 """What a method or a header's name is made of."""
+_ROOT_PATH = re.compile(r"(?!/(v1|metrics|health|docs)(/|$))(/(?!\.\.?(/|$))[A-Za-z0-9._~-]+)+")
+_DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,11 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not self.served_model_names or not all(self.served_model_names):
             raise ConfigError("served_model_name must hold at least one name, and no empty one")
+        for name in self.served_model_names:
+            if not name.isprintable() or name != name.strip():
+                raise ConfigError(
+                    f"served_model_name must be Unicode text of one line, with no space at its ends, but holds {name!r}"
+                )
         if not self.host.strip():
             raise ConfigError("host is empty; name an address of this machine, or 0.0.0.0 for all of them")
         if not 0 <= self.port <= 65535:
@@ -80,9 +87,10 @@ class ServerSettings:
         check_patience("shutdown_timeout", self.shutdown_timeout)
         check_patience("sse_keep_alive_interval", self.sse_keep_alive_interval)
         self._check_origins()
-        if self.root_path and not re.fullmatch(r"(/[^/?#\s]+)+", self.root_path):
+        if self.root_path and not _ROOT_PATH.fullmatch(self.root_path):
             raise ConfigError(
-                f"root_path must be a path such as /glm, with no slash at its end, but is {self.root_path!r}"
+                f"root_path must be a path such as /glm, not one of the server's own, of letters, digits, - . _ and ~, "
+                f"with no slash at its end, but is {self.root_path!r}"
             )
         if self.profiler_dir == "":
             raise ConfigError("profiler_dir is empty; name a directory, or leave it out")
@@ -125,13 +133,20 @@ class ServerSettings:
             for word in getattr(self, name):
                 if not _TOKEN.fullmatch(word):
                     raise ConfigError(f"{name} must hold names, or *, but holds {word!r}")
+        for method in self.allowed_methods:
+            if method != method.upper():
+                raise ConfigError(
+                    f"allowed_methods must be in capitals, as {method.upper()}, but holds {method!r}"
+                )
 
 
 def _is_origin(text: str) -> bool:
-    """Whether it is a scheme, a host and perhaps a port, as browsers send it."""
+    """Whether it is a scheme, a host and perhaps a port, as browsers send it: xn--a for ä, no port that is clear."""
     try:
         parts = urlsplit(text)
-        _ = parts.port
+        is_clear = parts.port == _DEFAULT_PORTS.get(parts.scheme, 0)
     except ValueError:
+        return False
+    if is_clear or "*" in text or not text.isascii():
         return False
     return bool(parts.hostname) and text == f"{parts.scheme}://{parts.netloc}" and "@" not in text

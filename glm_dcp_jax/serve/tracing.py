@@ -59,20 +59,32 @@ class Profiler:
         return directory
 
     async def stop(self) -> Path:
-        """End. Returns the trace's folder, for a viewer. Raises ApiError 404 as `start`, and 400 without a trace."""
+        """End. Returns the trace's folder, for a viewer.
+
+        Raises ApiError 404 as `start`, 400 without a trace, and 500 for one that cannot be written, which goes on.
+        """
         directory = self._configured()
         async with self._changing:
             if self._before is None:
                 raise ApiError("no trace is being taken; begin one with POST /start_profile", 400)
-            before, self._before = self._before, None
-            trace = await asyncio.to_thread(_stop, directory, before)
+            try:
+                trace = await asyncio.to_thread(_stop, directory, self._before)
+            except (OSError, RuntimeError) as error:  # jax goes on taking it
+                said = (
+                    f"--profiler-dir {directory} cannot be written: {error}; mend it and stop the trace again"
+                )
+                raise ApiError(said, 500) from error
+            self._before = None
         _LOG.info("the trace is in %s", trace)
         return trace
 
     def close(self) -> None:
         """The server ends: a trace that is being taken is written, not lost."""
         if self._directory is not None and self._before is not None:
-            _LOG.info("the trace is in %s", _stop(self._directory, self._before))
+            try:
+                _LOG.info("the trace is in %s", _stop(self._directory, self._before))
+            except (OSError, RuntimeError):
+                _LOG.exception("the trace is lost, %s cannot be written", self._directory)
 
     def _configured(self) -> Path:
         if self._directory is None:

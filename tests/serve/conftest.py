@@ -1,6 +1,8 @@
 """The app over a fake engine, reached without a network."""
 
 import logging
+import sys
+import threading
 from collections.abc import Callable, Iterator
 
 import httpx
@@ -20,9 +22,12 @@ def logging_as_before() -> Iterator[None]:
     """The command line sets levels, handlers and filters of the whole process, where other tests look for warnings."""
     loggers = [logging.getLogger(name) for name in (None, "glm_dcp_jax", "uvicorn", "uvicorn.access")]
     before = [(logger.level, logger.handlers[:], logger.filters[:]) for logger in loggers]
+    hooks = threading.excepthook, sys.excepthook
     show_as_lines(False)
     yield
     show_as_lines(False)
+    threading.excepthook, sys.excepthook = hooks
+    logging.captureWarnings(False)
     for logger, (level, handlers, filters) in zip(loggers, before, strict=True):
         logger.setLevel(level)
         logger.handlers[:], logger.filters[:] = handlers, filters

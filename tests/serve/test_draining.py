@@ -1,5 +1,6 @@
 """A signal to stop: health checks and new requests hear of it at once, what runs may go on for a while."""
 
+import socket
 import time
 from types import SimpleNamespace
 
@@ -74,6 +75,24 @@ def test_what_does_not_finish_in_time_or_before_a_second_signal_is_ended(patienc
         thread.join(5)
         assert not thread.is_alive() and least <= time.monotonic() - began < 2.5
     assert len(engine.aborted) == 1 and engine.drain_seconds == 0
+
+
+def test_a_body_that_does_not_come_is_not_waited_for_any_longer(caplog):
+    with signalled_server(FakeEngine(), shutdown_timeout=0.2) as (url, signal_it, thread):
+        port = int(url.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as client:
+            head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 9\r\n"
+            client.sendall(f"{head}\r\n{{".encode())
+            time.sleep(0.1)
+            signal_it()
+            answer = ""
+            while "the server is shutting down" not in answer:
+                assert (more := client.recv(1000)), answer
+                answer += more.decode()
+            assert answer.startswith("HTTP/1.1 503 ")
+            thread.join(3)
+            assert not thread.is_alive()
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_caches_that_others_have_yet_to_read_keep_it_for_as_long(caplog):

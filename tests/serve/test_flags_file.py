@@ -1,5 +1,6 @@
 """--config FILE: flags from YAML, over which the command line wins; what is wrong is named with its file and key."""
 
+import os
 import re
 from pathlib import Path
 
@@ -103,21 +104,27 @@ def test_json_is_yaml(file):
         ),
         ("5: 4", ": 5: unknown flag --5"),
         ("port: eighty", ': port: must be a whole number, but is "eighty"'),
-        ("port: 80.5", ": port: must be a whole number, but is 80.5"),
+        ("port: 80.5", ': port: must be a whole number, but is "80.5"'),
         ("port: true", ": port: takes one value, but got true"),
-        ("port: [1, 2]", r": port: takes one value, but got \[1, 2\]"),
+        ("port: [1, 2]", r": port: takes one value, but got \['1', '2'\]"),
         ("port: {a: 1}", ": port: takes one value, but got"),
         ("port:", ": port: has no value; give one, or leave the key out"),
-        ("port: 2020-01-01", ": port: takes one value, but got"),
+        ("port: 2020-01-01", ": port: must be a whole number, but is"),
+        ("port: 1:30", ': port: must be a whole number, but is "1:30"'),
+        ("port: 0o17", ": port: must be a whole number"),
+        (
+            "served-model-name: no",
+            ": served-model-name: takes one value, but got false; in quotes it is text",
+        ),
         ("model: [a]", ": model: takes one value"),
         ("max-model-len: long", ": max-model-len: must be a number such as 4096"),
         ("dtype: int4", ': dtype: must be one of auto, bfloat16, .*, but is "int4"'),
-        ("async-scheduling: 1", ": async-scheduling: must be true or false, but is 1"),
+        ("async-scheduling: 1", ': async-scheduling: must be true or false, but is "1"'),
         ("skip-tokenizer-init: maybe", ': skip-tokenizer-init: must be true or false, but is "maybe"'),
         ("api-key: []", ": api-key: the list is empty"),
         ("api-key: [a, [b]]", r": api-key: takes one value, but got \["),
         ("allowed-origins: a", r": allowed-origins: must be a JSON list of strings"),
-        ("allowed-origins: [1]", r": allowed-origins: must be a JSON list of strings"),
+        ("allowed-origins: [[a]]", r": allowed-origins: must be a JSON list of strings"),
         ("speculative-config: [mtp]", ": speculative-config: takes one value"),
         ("config: other.yaml", ": config: is for the command line only"),
         ("version: true", ": version: is for the command line only"),
@@ -132,7 +139,25 @@ def test_json_is_yaml(file):
         ("allowed-origins: &a [*a]", r"is not valid YAML: \*a: write the value out.* line 1"),
         ("api-key: &a [x]\nserved-model-name: *a", r"\*a: write the value out.* line 2"),
         (f"dtype: {'x' * 5000}", 'dtype: must be one of auto, .*, but is "x{99}\\.\\.\\.$'),
-        (f"port: [{'1, ' * 5000}]", r"port: takes one value, but got \[1, 1, 1, 1, 1, 1, \.\.\.\]$"),
+        (
+            f"port: [{'1, ' * 5000}]",
+            r"port: takes one value, but got \['1', '1', '1', '1', '1', '1', \.\.\.\]$",
+        ),
+        ("hf-overrides: {a: 010}", "'010' is no number as JSON has them; write it so, or in quotes .*line 1"),
+        ("hf-overrides: {a: 1:30}", "'1:30' is no number"),
+        ("hf-overrides: {a: .inf}", "'.inf' is no number"),
+        ("hf-overrides: {a: !!set {b}}", "is not valid YAML: could not determine a constructor"),
+        ("hf-overrides: {1: a, '1': b}", ": hf-overrides: is not valid JSON: the key '1' is there twice"),
+        ("hf-overrides: '{'", ": hf-overrides: is not valid JSON"),
+        ("<<: {port: 1}", "is not valid YAML: <<: write the keys out"),
+        (
+            "hf-overrides.a: 1",
+            ": hf-overrides.a: --hf-overrides takes an object here, with 'a' among its keys",
+        ),
+        ("pp: 2", ": pp: -pp is not supported"),
+        ("no-enable-lora: false", ": no-enable-lora: --no-enable-lora is not supported"),
+        (f"max-model-len: {'9' * 400}k", ": max-model-len: must be a number such as 4096"),
+        ("#" * 2**20 + "#", "cannot be read: it has more than 1048576 bytes"),
         ("a: !!python/object/apply:os.getcwd []", "is not valid YAML"),
         ("[" * 10_000, "is nested too deeply"),
         (b"a: \xff", "cannot be read"),
@@ -146,6 +171,42 @@ def test_what_is_wrong_is_named_with_file_and_key(file, text, says, capsys):
     assert entry.main(["m", "--config", name]) == 2
     shown = capsys.readouterr().err
     assert shown.startswith("error: ") and shown.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["0123", "1.10", "1_000", "12:30:45", "0x1F", "1e3", "2024-01-01", "-0", ".inf"]
+)
+def test_values_are_what_is_written(file, text):
+    settings = parse("m", "--config", file(f"api-key: {text}\nserved-model-name: [a, {text}]")).settings
+    assert (settings.api_keys, settings.served_model_names) == ((text,), ("a", text))
+
+
+def test_numbers_are_as_on_the_command_line_and_within_objects_json_s(file):
+    command = parse("m", "--config", file("port: 010\nhf-overrides: {a: 1e-5, b: [1.10, -2], c: 2024-01-01}"))
+    assert command.settings.port == 10
+    assert command.config.hf_overrides == (("a", 1e-5), ("b", [1.1, -2]), ("c", "2024-01-01"))
+
+
+@pytest.mark.parametrize("text", ["served-model-name: shown", "api-key: [shown]"])
+def test_a_model_that_is_typed_is_none_of_a_list_s_values(file, text):
+    command = parse("--config", file(text), "some/model")
+    assert (command.config.model, command.demo) == ("some/model", False)
+    assert "some/model" not in command.settings.api_keys
+    assert command.settings.served_model_names == (("shown",) if "served" in text else ("some/model",))
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_switch_may_be_there_by_its_other_name(file, value):
+    said = f"no-async-scheduling: {value}\nno_enable_log_requests: {value}"
+    command = parse("m", "--config", file(said))
+    assert command.config.scheduler.async_scheduling is command.settings.enable_log_requests is not value
+    command = parse("m", "--config", file(said), "--async-scheduling", "--no-enable-log-requests")
+    assert (command.config.scheduler.async_scheduling, command.settings.enable_log_requests) == (True, False)
+
+
+@pytest.mark.parametrize("text", ["pp: 1", "pipeline-parallel-size: '1'", "no-enable-lora: true", "dp: 1"])
+def test_what_is_so_anyway_may_be_there(file, text):
+    assert parse("m", "--config", file(text)) == parse("m")
 
 
 def test_everything_that_is_wrong_is_said_at_once(file):
@@ -230,3 +291,17 @@ def test_what_a_pair_decides_is_no_part_of_a_file(file, text):
         ConfigError, match=f"{text.partition(':')[0]}: is the pair's own; give it on the command"
     ):
         pair.parse(["m", "--config", file(text)], has_gpu=True)
+
+
+def test_a_pair_wants_a_file_that_can_be_read_again(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(ConfigError, match="fifo is no regular file"):
+        pair.parse(["m", "--config", str(tmp_path / "fifo")], has_gpu=True)
+
+
+def test_a_pair_says_as_much_as_the_file_wants(file):
+    name = file("log-level: debug")
+    assert pair.parse(["m", "--config", name], has_gpu=True).log_level == "debug"
+    quiet = pair.parse(["m", "--config", name, "--log-level", "error"], has_gpu=True)
+    assert quiet.log_level == parse(*quiet.servers["decode"]).settings.log_level == "error"
+    assert pair.parse(["m"], has_gpu=True).log_level == "info"

@@ -5,6 +5,8 @@ import json
 import logging
 import re
 import sys
+import threading
+import warnings
 from datetime import datetime
 
 import httpx
@@ -13,7 +15,9 @@ from answers import events
 from live import signalled_server
 from tqdm import tqdm
 
+from glm_dcp_jax.config import ConfigError
 from glm_dcp_jax.engine.sampling_params import SamplingParams
+from glm_dcp_jax.serve import __main__ as entry
 from glm_dcp_jax.serve import logs
 from glm_dcp_jax.serve.generation import asked_for
 
@@ -67,7 +71,7 @@ async def test_as_json_each_event_is_one_object_with_its_request(engine, client_
     for failure in said[1:]:
         assert failure["level"] == "error" and failure["request_id"] == "mine-1"
         assert "secret detail" in failure["exception"]
-    assert len(said) == (2 if stream else 1)
+    assert len(said) == 2
 
 
 def test_whatever_is_logged_is_one_line_of_json(capsys):
@@ -78,6 +82,40 @@ def test_whatever_is_logged_is_one_line_of_json(capsys):
     event = json.loads(line)
     assert event["message"] == "two\nlines of \ud800" and event["request_id"] == "engine's"
     assert event["thing"].startswith("<object")
+
+
+def test_warnings_and_what_ends_a_thread_are_lines_of_json_too(capsys):
+    logs.configure("info", "json")
+    warnings.warn("two\nlines", stacklevel=1)
+    thread = threading.Thread(target=lambda: 1 / 0, name="worker")
+    thread.start()
+    thread.join()
+    sys.excepthook(ValueError, ValueError("a\nb"), None)
+    warning, failure, last = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert (warning["level"], warning["logger"]) == ("warning", "py.warnings")
+    assert "two\nlines" in warning["message"]
+    assert failure["message"] == "worker has failed" and "ZeroDivisionError" in failure["exception"]
+    assert last["level"] == "error" and "ValueError: a\nb" in last["exception"]
+
+
+@pytest.mark.parametrize("thing", [float("nan"), {(1, 2): 3}, {"a": float("inf")}], ids=str)
+def test_what_json_has_not_is_text(capsys, thing):
+    logs.configure("info", "json")
+    logging.getLogger("glm_dcp_jax").info("said", extra={"thing": thing})
+    [line] = capsys.readouterr().err.splitlines()
+    event = json.loads(line, parse_constant=pytest.fail)
+    assert event["message"] == "said" and event["thing"] == str(thing)
+
+
+def test_a_start_that_fails_is_a_line_of_json(capsys, monkeypatch):
+    def bind(host: str, port: int) -> None:
+        raise ConfigError("port is taken")
+
+    monkeypatch.setattr(entry.run, "bind", bind)
+    assert entry.main(["m", "--log-format", "json"]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    event = json.loads(line)
+    assert (event["level"], event["message"]) == ("error", "--port is taken")
 
 
 def test_of_parameters_what_is_unusual_is_shown_and_of_long_lists_the_length():
@@ -127,6 +165,16 @@ def test_the_access_line_says_which_request_it_is_about(engine, capsys):
         httpx.get(f"{url}/health")
     [line] = [line for line in capsys.readouterr().err.splitlines() if "GET /" in line]
     assert "[request mine-1] " in line and "GET /v1/models" in line
+
+
+def test_the_access_line_has_no_query_and_not_all_of_a_long_path(engine, capsys):
+    with signalled_server(engine) as (url, *_):
+        logs.configure("debug")
+        httpx.get(f"{url}/v1/models?api_key=secret")
+        httpx.get(f"{url}/{'a' * 5000}")
+    first, second = [line for line in capsys.readouterr().err.splitlines() if "GET /" in line]
+    assert '"GET /v1/models HTTP/1.1" 200' in first
+    assert f'"GET /{"a" * 199}... HTTP/1.1" 404' in second
 
 
 def test_a_line_has_no_part_of_a_progress_bar_in_it(monkeypatch):

@@ -32,6 +32,14 @@ async def test_a_page_may_ask_without_a_key_whether_it_may_send_one(engine, clie
     assert "X-Request-Id" in allowed.headers["access-control-expose-headers"]
 
 
+async def test_a_page_may_read_errors_that_nobody_foresaw(engine, client_of, caplog):
+    engine.fails_after = 0
+    client = client_of(engine, allowed_origins=(PAGE,))
+    answer = await client.post(COMPLETIONS, json={"prompt": "a"}, headers={"Origin": PAGE})
+    assert answer.status_code == 500 and answer.headers["access-control-allow-origin"] == PAGE
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == ["a request failed"]
+
+
 async def test_other_pages_may_not(engine, client_of):
     client = client_of(engine, allowed_origins=(PAGE,))
     answer = await client.options(COMPLETIONS, headers={**PREFLIGHT, "Origin": "https://evil.example"})
@@ -92,6 +100,10 @@ def test_they_are_said_on_the_command_line_as_in_vllm():
         ({"allowed_origins": (PAGE + "/",)}, "allowed_origins must hold origins"),
         ({"allowed_origins": ("https://me@a.example",)}, "allowed_origins must hold origins"),
         ({"allowed_origins": ("http://a:port",)}, "allowed_origins must hold origins"),
+        ({"allowed_origins": ("https://*.example",)}, "allowed_origins must hold origins"),
+        ({"allowed_origins": ("https://\xe4.example",)}, "allowed_origins must hold origins"),
+        ({"allowed_origins": ("https://a.example:443",)}, "allowed_origins must hold origins"),
+        ({"allowed_origins": ("*",), "allowed_methods": ("get",)}, "in capitals, as GET, but holds 'get'"),
         ({"allow_credentials": True}, "allow_credentials says nothing without allowed_origins"),
         ({"allowed_methods": ("GET",)}, "allowed_methods says nothing without allowed_origins"),
         (
@@ -101,6 +113,9 @@ def test_they_are_said_on_the_command_line_as_in_vllm():
         ({"allowed_origins": ("*",), "allowed_headers": ("a b",)}, "allowed_headers must hold names"),
         ({"root_path": "glm"}, "root_path must be a path such as /glm"),
         ({"root_path": "/glm/"}, "root_path must be a path such as /glm"),
+        ({"root_path": "/%41"}, "root_path must be a path such as /glm"),
+        ({"root_path": "/a/.."}, "root_path must be a path such as /glm"),
+        ({"root_path": "/v1"}, "root_path must be a path such as /glm, not one of the server's own"),
         ({"root_path": "/"}, "root_path must be a path such as /glm"),
         ({"sse_keep_alive_interval": -1.0}, "sse_keep_alive_interval must be 0 or more seconds"),
     ],

@@ -11,6 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from glm_dcp_jax.config import ConfigError
+from glm_dcp_jax.serve import run
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import sys
@@ -108,3 +111,30 @@ def test_a_signal_while_steps_are_compiled_ends_it_within_seconds(tmp_path):
     assert time.monotonic() - began < 10
     assert process.returncode == 0, rest
     assert "Traceback" not in seen + rest
+
+
+def test_streams_that_are_closed_leave_their_numbers_to_nobody():
+    code = (
+        "import os\nfrom glm_dcp_jax.serve.__main__ import _open_closed_streams\n_open_closed_streams()\n"
+        "taken = os.dup(0)\nprint('out')\nos.write(9, str(taken > 2).encode())"
+    )
+    here, there = os.pipe()
+    script = f'exec 9>&{there} 0<&- 1>&- 2>&-; exec "$@"'
+    command = ["bash", "-c", script, "bash", sys.executable, "-c", code]
+    subprocess.run(command, cwd=ROOT, check=True, pass_fds=(there,))
+    os.close(there)
+    assert os.read(here, 10) == b"True"
+    os.close(here)
+
+
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [
+        ("no.such.host.invalid", "no.such.host.invalid: "),
+        ("a" * 80 + ".example", "'a{80}.example': that is no host's name"),
+        ("\udcff", r"'\\udcff': that is no host's name"),
+    ],
+)
+def test_a_host_that_is_not_ours_is_said(host, said):
+    with pytest.raises(ConfigError, match=f"cannot listen on {said}"):
+        run.bind(host, 0)

@@ -88,6 +88,35 @@ async def test_a_trace_that_is_being_taken_is_not_lost_with_the_server(traces, t
     assert traces == ["start", "stop"]
 
 
+async def test_a_trace_that_cannot_be_written_is_said_and_the_server_goes_on(
+    engine, client_of, traces, tmp_path, monkeypatch
+):
+    def stop(directory: Path, before: object) -> Path:
+        raise RuntimeError("no space left on device")
+
+    monkeypatch.setattr(tracing, "_stop", stop)
+    client = client_of(engine, profiler_dir=str(tmp_path))
+    assert (await client.post(START)).status_code == 200
+    answer = await client.post(STOP)
+    assert answer.status_code == 500 and "no space left" in answer.json()["error"]["message"]
+    assert (await client.post(START)).status_code == 409, "it goes on"
+    monkeypatch.setattr(tracing, "_stop", lambda directory, before: directory / "late")
+    assert (await client.post(STOP)).json()["trace"] == str(tmp_path / "late")
+
+
+async def test_a_trace_that_cannot_be_written_at_the_end_keeps_nothing_from_ending(
+    traces, tmp_path, monkeypatch, caplog
+):
+    def stop(directory: Path, before: object) -> Path:
+        raise RuntimeError("no space left on device")
+
+    monkeypatch.setattr(tracing, "_stop", stop)
+    profiler = Profiler(str(tmp_path))
+    await profiler.start()
+    profiler.close()
+    assert f"the trace is lost, {tmp_path} cannot be written" in caplog.text
+
+
 async def test_the_load_is_what_is_being_answered(client_of):
     engine = FakeEngine(delay=0.05)
     client = client_of(engine)

@@ -42,16 +42,18 @@ def parse(argv: Sequence[str], has_gpu: bool) -> PairCommand:
     given, common = _parser().parse_known_args(_joined(argv))
     _check_file(common)
     transfer = _transfer_flags(given.kv_transfer_config)
-    servers, timeouts = {}, []
+    servers, settings = {}, list[ServerSettings]()
     for role in ROLES:
         own = _split(f"--{role}", getattr(given, role))
-        flags = [*transfer, *common, *own, f"{_KV}.kv_role={_KV_ROLES[role]}", "--log-level", given.log_level]
-        servers[role], settings = _checked(role, flags, has_gpu)
-        timeouts.append(settings.shutdown_timeout)
+        level = [] if given.log_level is None else ["--log-level", given.log_level]
+        flags = [*transfer, *common, *own, f"{_KV}.kv_role={_KV_ROLES[role]}", *level]
+        servers[role], found = _checked(role, flags, has_gpu)
+        settings.append(found)
     devices = {role: value for role in ROLES if (value := getattr(given, f"{role}_devices")) is not None}
     if not 0 <= given.port <= 65535:
         raise ConfigError(f"--port must be from 0 (any free one) to 65535, but is {given.port}")
-    return PairCommand(servers, devices, given.host, given.port, given.log_level, max(timeouts))
+    patience = max(each.shutdown_timeout for each in settings)
+    return PairCommand(servers, devices, given.host, given.port, settings[0].log_level, patience)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -86,9 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--port", type=int, default=8100, help="the router's port; 0 takes a free one (default: %(default)s)"
     )
-    parser.add_argument(
-        "--log-level", choices=LOG_LEVELS, default="info", help="least level shown (default: %(default)s)"
-    )
+    parser.add_argument("--log-level", choices=LOG_LEVELS, help="least level shown (default: info)")
     return parser
 
 
@@ -124,6 +124,8 @@ def _check_file(common: Sequence[str]) -> None:
     file, _ = flags_file.split_off(common)
     if file is None:
         return
+    if file.exists() and not file.is_file():
+        raise ConfigError(f"{file} is no regular file, which each server can read again; name one")
     for word in server_flags.words_of_file(file, (), [server_flags.make_parser()]):
         name = word.partition("=")[0]
         if name in ("--host", "--port", _KV):

@@ -54,7 +54,7 @@ def create_app(settings: RouterSettings) -> FastAPI:
     app.state.context = context
     errors.install(app, elsewhere=_ELSEWHERE)
     app.include_router(router)
-    app.add_middleware(LimitBody, limit=MOST_BODY_BYTES)
+    app.add_middleware(LimitBody, limit=MOST_BODY_BYTES, stopping=context.stopping)
     return app
 
 

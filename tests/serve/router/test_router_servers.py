@@ -156,4 +156,6 @@ def test_legs_are_timed(router, fleet):
     prefill, first_byte, whole = (
         router.metric(f"{leg}_seconds_sum") for leg in ("prefill", "decode_first_byte", "decode")
     )
-    assert prefill >= 0.09 and first_byte >= 0.09 and whole >= first_byte + 0.15  # clocks of several processes
+    assert (
+        prefill >= 0.09 and first_byte >= 0.09 and whole >= first_byte + 0.15
+    )  # clocks of several processes
