@@ -1,6 +1,7 @@
 """A conversation in the terminal, or one answer on standard output."""
 
 import contextlib
+import os
 import re
 import sys
 from collections.abc import Iterable
@@ -14,6 +15,12 @@ _ALONE = ("/reset", "/quit", "/help")
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """What a model must not send to a terminal, which would obey."""
+
+
+def _dimmed(text: str) -> str:
+    """As it is for terminals that know no colours, and users who want none (https://no-color.org)."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") in (None, "", "dumb")
+    return text if plain else f"{_DIM}{text}{_PLAIN}"
 
 
 class Terminal:
@@ -90,7 +97,7 @@ class Terminal:
             left_out |= bool(piece.reasoning) and not self._is_terminal
             said |= bool(piece.text)
             if piece.reasoning and self._is_terminal:
-                self._write(_DIM + self._safe(piece.reasoning) + _PLAIN)
+                self._write(_dimmed(self._safe(piece.reasoning)))
                 reasons = True
             if piece.text:
                 self._write(("\n\n" if reasons else "") + self._safe(piece.text))
@@ -106,7 +113,7 @@ class Terminal:
 
     def _note(self, text: str) -> None:
         """What is neither said by the user nor by the model; not among what is piped on."""
-        print(f"{_DIM}{text}{_PLAIN}" if sys.stderr.isatty() else text, file=sys.stderr)
+        print(_dimmed(text) if sys.stderr.isatty() else text, file=sys.stderr)
 
     def _write(self, text: str) -> None:
         sys.stdout.write(text)

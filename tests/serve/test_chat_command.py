@@ -95,13 +95,23 @@ def test_a_conversation_goes_on_until_it_is_reset(talk):
 
 
 @pytest.mark.parametrize("field", ["reasoning", "reasoning_content"])
-def test_reasoning_is_dimmed_and_not_sent_back(talk, field):
+def test_reasoning_is_dimmed_and_not_sent_back(talk, field, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
     script = Script(
         [chunk(**{field: "hm"}), chunk(**{field: "m"}), chunk(content="yes"), chunk("stop"), DONE], [DONE]
     )
     shown, _ = talk(script, "well?", "again")
     assert shown.startswith("\x1b[2mhm\x1b[0m\x1b[2mm\x1b[0m\n\nyes\n")
     assert script.asked[1]["messages"][1] == {"role": "assistant", "content": "yes"}
+
+
+@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb"), ("TERM", "")])
+def test_nothing_is_dimmed_where_nobody_wants_it(talk, name, value, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv(name, value)
+    shown, _ = talk(Script([chunk(reasoning="hm"), chunk(content="yes"), chunk("stop"), DONE]), "well?")
+    assert shown.startswith("hm\n\nyes\n")
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(talk):
