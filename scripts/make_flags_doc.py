@@ -16,8 +16,9 @@ OPENING = """# Flags
 
 Names are vLLM's wherever it has one. `scripts/serve --help` prints the first two tables.
 
-Without MODEL and without a GPU, `-tp` is 4, `-dcp` is `-tp`, `--max-num-batched-tokens` 128, `--max-num-seqs` 8
-and the cache 32 MiB, so that the built-in model answers soon.
+Without MODEL and without a GPU, `-tp` is 4, `-dcp` is `-tp`, `--max-num-batched-tokens` 128, `--max-num-seqs` 8,
+the cache 32 MiB, and steps are compiled for 128 tokens and for 1 and 8 rows, so that the built-in model answers soon.
+The same flags (`--precompile-token-paddings 128 --precompile-bs-paddings 1,8`) let another model start sooner.
 
 ## Engine
 

@@ -116,7 +116,7 @@ def _pieces(data: bytes) -> Iterator[Piece]:
 
 def _refusal(status: int, content: bytes) -> ServerError:
     if status == 401:
-        return ServerError("the server wants an API key; give it with --api-key")
+        return ServerError("the server wants another API key than it got; give it with --api-key")
     try:
         return ServerError(f"the server answered {status}: {orjson.loads(content)['error']['message']}")
     except (ValueError, LookupError, TypeError):

@@ -174,7 +174,10 @@ def test_what_is_piped_in_is_one_message_and_the_answer_alone_comes_out(monkeypa
         assert shown == "<user>\n" and "--max-tokens" in noted
         assert (engine.params[0].max_tokens, engine.params[0].temperature) == (3, 0.0)
         assert piped(monkeypatch, "hi", "--base-url", url) == 1
-        assert capsys.readouterr().err == "error: the server wants an API key; give it with --api-key\n"
+        assert (
+            capsys.readouterr().err
+            == "error: the server wants another API key than it got; give it with --api-key\n"
+        )
         assert piped(monkeypatch, "hi", *flags, "--model", "other") == 1
         assert "error: the server answered 404: The model `other` does not exist" in capsys.readouterr().err
         assert piped(monkeypatch, "hi", *flags, "--temperature", "nan") == 1
