@@ -26,49 +26,22 @@ from pathlib import Path
 from typing import Any
 
 from lib.sweep_tasks import Answers, BadTasks, Task, load_tasks, strict_match
+from lib.task_flags import exit_code, parse_with_server_flags, positive, task_parser
 
-TASKS = Path(__file__).parent / "tasks" / "demo.jsonl"
+TASKS = "demo.jsonl"
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The flags; those of the server behind `--` as server_flags. Exits with 2 for what cannot work."""
-    own, server_flags = arguments, []
-    if "--" in arguments:
-        cut = arguments.index("--")
-        own, server_flags = arguments[:cut], arguments[cut + 1 :]
-    parser = argparse.ArgumentParser(
-        prog="eval_task.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--model", help="a checkpoint's directory or name (default: the built-in model)")
+    parser = task_parser("eval_task.py", __doc__, TASKS, concurrency=8)
     parser.add_argument(
         "--base-url", metavar="URL", help="ask a server that runs, in place of one of its own"
     )
-    parser.add_argument("--tasks", type=Path, default=TASKS, help=f"default: {TASKS.name} in scripts/tasks")
     parser.add_argument("--limit", type=positive, help="only the first so many tasks")
-    parser.add_argument(
-        "--concurrency", type=positive, default=8, help="requests at a time (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--ready-timeout", type=positive, default=1800, help="seconds for the server to start (default: 1800)"
-    )
-    parser.add_argument("--save-result", type=Path, metavar="FILE", help="write all of it as JSON too")
-    given = parser.parse_args(own)
-    if given.base_url is not None and (given.model or server_flags):
+    given = parse_with_server_flags(parser, arguments)
+    if given.base_url is not None and (given.model or given.server_flags):
         parser.error("--base-url is a server that runs already: leave --model and the flags behind -- away")
-    if given.save_result is not None and not given.save_result.parent.is_dir():
-        parser.error(f"--save-result: {given.save_result.parent} is no directory; make it first")
-    given.server_flags, given.command = server_flags, arguments
     return given
-
-
-def positive(text: str) -> int:
-    """A flag's whole number from 1 on."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer from 1 on, but is {text!r}")
-    return int(text)
 
 
 def known_tasks(file: Path, limit: int | None) -> list[Task]:
@@ -147,14 +120,7 @@ def evaluate(given: argparse.Namespace, tasks: Sequence[Task]) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code."""
     given = parse(sys.argv[1:] if arguments is None else arguments)
-    try:
-        return evaluate(given, known_tasks(given.tasks, given.limit))
-    except BadTasks as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    return exit_code(lambda: evaluate(given, known_tasks(given.tasks, given.limit)))
 
 
 if __name__ == "__main__":

@@ -17,11 +17,11 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from eval_task import TASKS, known_tasks, positive
-from lib.sweep_tasks import Answers, BadTasks, Task, identical, strict_match
+from eval_task import TASKS, known_tasks
+from lib.sweep_tasks import Answers, Task, identical, strict_match
+from lib.task_flags import exit_code, parse_with_server_flags, positive, task_parser
 
 _COMMON = ("--dtype", "float32", "--max-num-seqs", "8")
 _DRAFTS = ("--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": 3}))
@@ -60,18 +60,7 @@ SETTINGS = (
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The flags; those of all servers behind `--` as server_flags. Exits with 2 for what cannot work."""
-    own, server_flags = arguments, []
-    if "--" in arguments:
-        cut = arguments.index("--")
-        own, server_flags = arguments[:cut], arguments[cut + 1 :]
-    parser = argparse.ArgumentParser(
-        prog="layout_sweep.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--model", help="a checkpoint's directory or name (default: the built-in model)")
-    parser.add_argument("--tasks", type=Path, default=TASKS, help=f"default: {TASKS.name} in scripts/tasks")
+    parser = task_parser("layout_sweep.py", __doc__, TASKS, concurrency=8)
     parser.add_argument("--limit", type=positive, help="only the first so many tasks")
     parser.add_argument(
         "--only",
@@ -80,16 +69,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         metavar="WORD",
         help="only servers whose name or axis has one of these words, behind the first one",
     )
-    parser.add_argument(
-        "--concurrency", type=positive, default=8, help="requests at a time (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--ready-timeout", type=positive, default=1800, help="seconds for a server to start (default: 1800)"
-    )
-    parser.add_argument("--save-result", type=Path, metavar="FILE", help="write all of it as JSON too")
-    given = parser.parse_args(own)
-    if given.save_result is not None and not given.save_result.parent.is_dir():
-        parser.error(f"--save-result: {given.save_result.parent} is no directory; make it first")
+    given = parse_with_server_flags(parser, arguments)
     first, *others = SETTINGS
     words = [word.lower() for word in given.only]
     kept = [
@@ -98,7 +78,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if not kept:
         parser.error(f"--only: no server has {' or '.join(given.only)} in its name")
     given.settings = [first, *kept]
-    given.server_flags, given.command = server_flags, arguments
     return given
 
 
@@ -188,14 +167,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code."""
     given = parse(sys.argv[1:] if arguments is None else arguments)
-    try:
-        return sweep(given, known_tasks(given.tasks, given.limit))
-    except BadTasks as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    return exit_code(lambda: sweep(given, known_tasks(given.tasks, given.limit)))
 
 
 if __name__ == "__main__":

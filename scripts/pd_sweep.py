@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from lib.sweep_pairs import MORE, SEVEN, ServerPair
-from lib.sweep_tasks import Answers, BadTasks, Task, identical, load_tasks, strict_match
+from lib.sweep_tasks import Answers, Task, identical, load_tasks, strict_match
+from lib.task_flags import exit_code, parse_with_server_flags, task_parser
 
 _TASKS = Path(__file__).parent / "tasks" / "pd_sweep.jsonl"
 _PAIR = (sys.executable, "-m", "glm_dcp_jax.serve.pair")
@@ -39,18 +40,7 @@ class SweepError(Exception):
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The flags; those of all servers behind `--` as server_flags. Exits with 2 for what cannot work."""
-    own, server_flags = arguments, []
-    if "--" in arguments:
-        cut = arguments.index("--")
-        own, server_flags = arguments[:cut], arguments[cut + 1 :]
-    parser = argparse.ArgumentParser(
-        prog="pd_sweep.py",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--model", help="a checkpoint's directory or name (default: the built-in model)")
-    parser.add_argument("--tasks", type=Path, default=_TASKS, help=f"default: {_TASKS.name} in scripts/tasks")
+    parser = task_parser("pd_sweep.py", __doc__, _TASKS.name, concurrency=4)
     parser.add_argument(
         "--config",
         action="append",
@@ -62,9 +52,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--all", action="store_true", help="the seven, and others that differ in more")
     parser.add_argument("--connector", choices=("tcp", "jax", "nixl"), default="tcp", help="default: tcp")
     parser.add_argument(
-        "--concurrency", type=_positive, default=4, help="requests at a time (default: %(default)s)"
-    )
-    parser.add_argument(
         "--least-identical",
         type=_share,
         default=0.9,
@@ -72,17 +59,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help="of the plain server's texts that a pair must give to pass; near ties make fewer alike in bfloat16 than "
         "in float32 (default: %(default)s)",
     )
-    parser.add_argument(
-        "--ready-timeout", type=_positive, default=1800, help="seconds for servers to start (default: 1800)"
-    )
-    parser.add_argument("--save-result", type=Path, metavar="FILE", help="write all of it as JSON too")
-    given = parser.parse_args(own)
+    given = parse_with_server_flags(parser, arguments)
     if given.config and given.all:
         parser.error("--config and --all: give one of them")
-    if given.save_result is not None and not given.save_result.parent.is_dir():
-        parser.error(f"--save-result: {given.save_result.parent} is no directory; make it first")
     given.pairs = given.config or (SEVEN + MORE if given.all else SEVEN)
-    given.server_flags, given.command = server_flags, arguments
     return given
 
 
@@ -91,12 +71,6 @@ def _pair(text: str) -> ServerPair:
         return ServerPair.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer from 1 on, but is {text!r}")
-    return int(text)
 
 
 def _share(text: str) -> float:
@@ -201,19 +175,15 @@ def _shown(share: float | None) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code."""
     given = parse(sys.argv[1:] if arguments is None else arguments)
+    return exit_code(lambda: _swept(given))
+
+
+def _swept(given: argparse.Namespace) -> int:
     try:
-        tasks = load_tasks(given.tasks)
-    except BadTasks as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    try:
-        return sweep(given, tasks)
+        return sweep(given, load_tasks(given.tasks))
     except SweepError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
 
 
 def sweep(given: argparse.Namespace, tasks: Sequence[Task]) -> int:

@@ -1,5 +1,6 @@
 """The built-in model's tokenizer: byte-level BPE learned from corpus.txt, with GLM's special tokens behind it."""
 
+from collections.abc import Iterable
 from importlib import resources
 from typing import Any
 
@@ -28,8 +29,10 @@ _WORDS = (
 """What is never merged across: contractions, words, digits by three, punctuation, line ends, blanks."""
 
 
-def make_tokenizer(vocabulary: int) -> tokenizers.Tokenizer:
+def make_tokenizer(vocabulary: int, texts: Iterable[str] | None = None) -> tokenizers.Tokenizer:
     """A tokenizer of exactly `vocabulary` tokens: 256 bytes, merges, then the special tokens. The same on every run.
+
+    texts: what it learns from; corpus.txt unless they are given. Raises ValueError where they yield too few tokens.
 
     It adds nothing to a text: `[gMASK]<sop>` comes from the chat template.
     """
@@ -48,14 +51,14 @@ def make_tokenizer(vocabulary: int) -> tokenizers.Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    corpus = resources.files(__package__).joinpath("corpus.txt").read_text(encoding="utf-8")
-    made.train_from_iterator(corpus.splitlines(keepends=True), trainer)
+    if texts is None:
+        corpus = resources.files(__package__).joinpath("corpus.txt").read_text(encoding="utf-8")
+        texts = corpus.splitlines(keepends=True)
+    made.train_from_iterator(texts, trainer)
     made.add_special_tokens(special)
     made.add_tokens(shown)
     if made.get_vocab_size() != vocabulary:
-        raise ValueError(
-            f"corpus.txt yields {made.get_vocab_size()} tokens of {vocabulary}; it needs more text"
-        )
+        raise ValueError(f"the texts yield {made.get_vocab_size()} tokens of {vocabulary}; it needs more")
     return made
 
 

@@ -11,7 +11,7 @@ import tokenizers
 from safetensors.numpy import save
 
 from demo_training.description import CONTEXT
-from demo_training.tokenizer import tokenizer_settings
+from glm_dcp_jax.demo.tokenizer import tokenizer_settings
 from glm_dcp_jax.engine.chat_template import glm_template
 
 LARGEST = 8_000_000

@@ -48,7 +48,7 @@ def trunk(p: Parameters, s: Shape, layers: Sequence[Layer], ids: Array, attentio
         h, weights, loads[layer.index] = _layer(p, h, mask, positions, s=s, layer=layer, watched=watched)
         seen.append(weights)
     distance += _distance(scores, mask, seen)
-    return Passed(rms(h, p["norm"], s.eps), distance, {at: load for at, load in loads.items() if layers})
+    return Passed(rms(h, p["norm"], s.eps), distance, loads)
 
 
 def _distance(scores: Array | None, mask: Array, seen: list[Array | None]) -> Array:

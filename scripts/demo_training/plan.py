@@ -11,7 +11,8 @@ from demo_training.description import VOCABULARY, describe
 from demo_training.network import Shape
 from demo_training.run import Training
 from demo_training.stages import STAGES
-from demo_training.tokenizer import END_OF_TEXT, STOPS, make_tokenizer
+from demo_training.tokenizer import make_tokenizer
+from glm_dcp_jax.demo.tokenizer import END_OF_TEXT, STOPS
 
 
 def train(work: Path, out: Path, steps: int | None = None) -> None:
